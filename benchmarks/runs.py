@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.made_models import Spread, write_countdown
-from real_run import Run
+from support.runs.real_run import Run
 
 LONGEST_S = 1200
 SIZES = {2: (192, 4, 6), 20: (384, 11, 6), 100: (768, 14, 12), 500: (1536, 18, 12)}

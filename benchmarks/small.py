@@ -115,7 +115,7 @@ def update() -> dict[str, float]:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    from answering import answering
+    from support.engines.answering import answering
     from trireme.base.waiting import Waits
     from trireme.config.run import RunConfig
     from trireme.messages import Go, Live, PolicyReady, PolicySent, Reply, Request

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from chromium import open_chromium, picture
-from dashboard_walk import VIEWS, colour, dashboard_of, search
-from viewing import Viewer, view
+from support.runs.chromium import open_chromium, picture
+from support.runs.dashboard_walk import VIEWS, colour, dashboard_of, search
+from support.runs.viewing import Viewer, view
 
 SIZE = (1440, 900)
 MOST_BYTES = 200_000  # of a picture in the repository

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from model_configs import MODELS
+from support.models.model_configs import MODELS
 from trireme.algo.model.architecture import Architecture
 from trireme.algo.model.chips import CHIPS
 from trireme.base.devices import Devices

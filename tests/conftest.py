@@ -19,7 +19,7 @@ settings.load_profile("trireme")
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing waits for a hub, here and in processes that tests start
 
 if TYPE_CHECKING:
-    from stage import Stage
+    from support.processes.stage import Stage
     from trireme.trainer.parallel.mesh import World
 
 
@@ -54,7 +54,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer model and a tokenizer of single characters."""
-    from tiny import save_tiny_model
+    from support.models.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
@@ -62,7 +62,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Runs a function on an environment of a package; see `toy_environments.py`."""
-    from toy_environments import shared_packages
+    from support.runs.toy_environments import shared_packages
 
     with shared_packages(tmp_path_factory) as run_on:
         yield run_on
@@ -80,7 +80,7 @@ def world() -> Iterator[World]:
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     """A run whose processes are small scripts. None of them outlives the test."""
-    from stage import Stage
+    from support.processes.stage import Stage
 
     stage = Stage(tmp_path)
     yield stage

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import ROOT
 from benchmarks.measuring import command
-from real_run import Run
+from support.runs.real_run import Run
 
 matplotlib.rcParams["svg.hashsalt"] = "trireme"  # the same figures give the same file
 CURVES = ROOT / "docs" / "curves"

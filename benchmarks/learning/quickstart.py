@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from benchmarks import ROOT
 from benchmarks.measuring import command, print_table
 from benchmarks.runs import start
-from real_run import Run
+from support.runs.real_run import Run
 from trireme.monitor.metrics import Row
 
 MODEL, CONFIGS = ROOT / "models/reverse-text-tiny", ROOT / "configs/reverse-text"

@@ -3,9 +3,9 @@
     uv run python -m benchmarks.models.families                 # measures what families.json lacks, prints the table
     uv run python -m benchmarks.models.families --family lfm2   # measures this one, again if it was measured
 
-Each family is a checkpoint of random weights (`tests/families.py`). An engine, an orchestrator and a trainer are real
-processes on the CPU, one engine at a time. A cell is a measurement, or the reason why there is none: that of the rule
-that refuses the run before launch, or the error that a process ended with.
+Each family is a checkpoint of random weights (`tests/support/models/families.py`). An engine, an orchestrator and a
+trainer are real processes on the CPU, one engine at a time. A cell is a measurement, or the reason why there is none:
+that of the rule that refuses the run before launch, or the error that a process ended with.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import families
 from benchmarks import ROOT
 from benchmarks.measuring import command, markdown_row
-from posted_update import Post, update, updated_by_hand
-from real_run import Run, SharedEngine, open_engine, run_apart, started
-from tiny import logprobs_of
+from support.engines.posted_update import Post, update, updated_by_hand
+from support.models import families
+from support.models.tiny import logprobs_of
+from support.runs.real_run import Run, SharedEngine, open_engine, run_apart, started
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.load import load_run_config

@@ -20,10 +20,10 @@ from test_pictures_real import SIZES, Sight
 
 from benchmarks.measuring import command, print_table
 from benchmarks.models.families import SETTINGS, cell, extremes, last_kl
-from families import build_config, save_family
-from posted_update import update, updated_by_hand
-from real_run import SharedEngine, open_engine, run_apart, started
-from tiny_tokenizer import write_seeing_tokenizer
+from support.engines.posted_update import update, updated_by_hand
+from support.models.families import build_config, save_family
+from support.models.tiny_tokenizer import write_seeing_tokenizer
+from support.runs.real_run import SharedEngine, open_engine, run_apart, started
 
 PRECISIONS = {"qwen2_5_vl": ("float32", "bfloat16"), "qwen3_5": ("bfloat16",), "qwen3_5_moe": ("bfloat16",)}
 COLUMNS = ("float32", "bfloat16", "floor", "without the picture", "after an update", "mismatch KL", "resume / replay")

@@ -32,13 +32,13 @@ from typing import Annotated, Any
 
 from benchmarks.measuring import command, cpu_s, print_table
 from benchmarks.runs import run_countdown
-from fake_engine import Asked, FakeEngine, FakeTrainer, WeightWire, build_app, serving
-from tiny_tokenizer import END
+from support.engines.fake_engine import Asked, FakeEngine, FakeTrainer, WeightWire, build_app, serving
+from support.models.tiny_tokenizer import END
+from support.runs.whole_run import SAY, build_config
 from trireme.config.run import RunConfig
 from trireme.monitor.spans import ENGINE, FEW, ORCHESTRATOR, TRAINER, Lane, SpansFile, open_spans, read_spans
 from trireme.monitor.timeline import OTHER, advice_for, idle, reasons, shares, steady
 from trireme.orchestrator.loop import drive, open_orchestrator
-from whole_run import SAY, build_config
 
 DEADLINE_S = 600.0
 WARM_UP = 3  # steps that are not counted

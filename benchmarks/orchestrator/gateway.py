@@ -60,7 +60,7 @@ def serve(pipe: Any, options: Namespace, folder: Path) -> None:
 
 
 async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
-    from tiny_tokenizer import CHATML, write_tokenizer
+    from support.models.tiny_tokenizer import CHATML, write_tokenizer
     from trireme.base.processes import rare_garbage_collection
     from trireme.base.waiting import Waits
     from trireme.config.orchestrator import Agent, Sampling

@@ -2,7 +2,8 @@
 
 Both live in one process of their own, so that the orchestrator's CPU time is its own. The engine speaks vLLM's routes
 over HTTP; its answers are chosen from a few that were written down beforehand. The trainer is that of the tests
-(`tests/fake_engine.py`): it asks for every batch over the real wire, and announces, sends and confirms every version.
+(`tests/support/engines/fake_engine.py`): it asks for every batch over the real wire, and announces, sends and confirms
+every version.
 
     python -m benchmarks.orchestrator.instant RUN.json    stays until its input ends
 """
@@ -24,7 +25,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.measuring import command
-from fake_engine import FakeEngine, FakeTrainer, WeightWire, logprob_of
+from support.engines.fake_engine import FakeEngine, FakeTrainer, WeightWire, logprob_of
 from trireme.config.run import RunConfig
 
 ANSWERS = 64

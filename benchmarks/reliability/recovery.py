@@ -4,8 +4,9 @@
 
 A process is killed (-9) while some process of the run is held at a named point. Measured are the seconds from there to
 the first word about it in any log, to the next newly trained step, and the optimizer steps that were done twice. The
-median over `--times` kills; docs/reliability.md sums them up. The engine is scripted (tests/scripted_engine.py), and
-comes up in about 3 s; `--real` takes vLLM, whose start-up is then most of what is measured.
+median over `--times` kills; docs/reliability.md sums them up. The engine is scripted
+(tests/support/engines/scripted_engine.py), and comes up in about 3 s; `--real` takes vLLM, whose start-up is then most
+of what is measured.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from statistics import median
 from typing import Annotated
 
 from benchmarks.measuring import command, print_table
-from scripted_kills import REAL, SCRIPTED, VICTIMS, KilledRun, open_run
+from support.runs.scripted_kills import REAL, SCRIPTED, VICTIMS, KilledRun, open_run
 
 PHASES = {
     "rollouts": "rollout.finished",

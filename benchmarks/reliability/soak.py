@@ -4,8 +4,8 @@ an undisturbed one, to the bit.
 
     uv run python -m benchmarks.reliability.soak [--blows 50] [--ahead 2] [--ranks 2] [--real] [more flags of `rl`]
 
-The engine is scripted (tests/scripted_engine.py); `--real` takes vLLM, and minutes per dozen blows. Prints a table of
-the blows and what came of each. Exit code 1 if something was lost.
+The engine is scripted (tests/support/engines/scripted_engine.py); `--real` takes vLLM, and minutes per dozen blows.
+Prints a table of the blows and what came of each. Exit code 1 if something was lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Annotated
 import psutil
 
 from benchmarks.measuring import command, print_table
-from scripted_kills import REAL, SCRIPTED, VICTIMS, KilledRun, audit, first_other_version, open_run
+from support.runs.scripted_kills import REAL, SCRIPTED, VICTIMS, KilledRun, audit, first_other_version, open_run
 
 FREEZES = 0.3  # share of all blows
 AT_ONCE = 0.3  # share of blows that do not wait for the run to get over the one before

@@ -29,8 +29,8 @@ import psutil
 from playwright.sync_api import Page, WebSocket
 
 from benchmarks.measuring import command, print_table
-from chromium import open_chromium
-from dashboard_walk import VIEWS, dashboard_of
+from support.runs.chromium import open_chromium
+from support.runs.dashboard_walk import VIEWS, dashboard_of
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.measuring import Work, by_turns, command, print_table, wall_s
-from tiny import open_state, random_samples, save_tiny_model, train_step
+from support.models.tiny import open_state, random_samples, save_tiny_model, train_step
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore

@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks import ROOT
 from benchmarks.trl.cells import Cell
-from real_run import Run
+from support.runs.real_run import Run
 from trireme.journal.journal import Journal
 from trireme.monitor.spans import read_spans
 

@@ -3,10 +3,10 @@
     uv run python -m benchmarks.weights.probe [--models 60] [--family qwen3 ...]   # 1 minute, at 250 models 3
     uv run python -m benchmarks.weights.probe --drift [--family qwen3 ...]         # how fast the noise changes
 
-Each model is tiny and random (`tests/families.py`). The trainer computes its probe and the probe's noise as in a run,
-and transformers the same logprobs in bfloat16 with the same weights, as an engine that is right would. A run ends if
-the mean difference is more than `TIMES_NOISE` times the noise. For models that cap their attention scores the last
-column is an engine that is wrong, with another cap.
+Each model is tiny and random (`tests/support/models/families.py`). The trainer computes its probe and the probe's noise
+as in a run, and transformers the same logprobs in bfloat16 with the same weights, as an engine that is right would. A
+run ends if the mean difference is more than `TIMES_NOISE` times the noise. For models that cap their attention scores
+the last column is an engine that is wrong, with another cap.
 
 `--drift` trains one model of each family for 160 steps at the quickstart's learning rate, on random tokens that it
 learns by heart, so that its weights change faster than in a run. Printed is by which factor the noise grew or shrank,
@@ -26,8 +26,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-import families
 from benchmarks.measuring import command, print_table
+from support.models import families
 from trireme.config.trainer import TrainerModel
 from trireme.messages import Probe
 from trireme.orchestrator.weights.update import TIMES_NOISE

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from real_run import Run, SharedEngine, open_engine, run_apart
+from support.runs.real_run import Run, SharedEngine, open_engine, run_apart
 
 ENGINES = {"engine": "shared engine", "lora_engine": "LoRA engine", "moe_engine": "MoE engine", "stopped": "quickstart"}
 """Fixtures that start vLLM. All tests that use one belong into one process of the test session."""

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from real_run import REPOSITORY, run_command
+from support.runs.real_run import REPOSITORY, run_command
 
 BASE = REPOSITORY / "models" / "reverse-text-tiny"
 WHOLE = "model.safetensors"

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from real_run import SharedEngine, open_engine
+from support.runs.real_run import SharedEngine, open_engine
 
 
 def said(engine: SharedEngine) -> tuple[list[int], list[float]]:

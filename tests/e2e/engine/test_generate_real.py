@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from real_run import SharedEngine
+from support.runs.real_run import SharedEngine
 
 WAYS = (None, {"X-Request-Id": "by vLLM's own route"})
 PROMPTS = [list(range(5, 25)), [7] * 40, [11, 12, 13]]

@@ -14,10 +14,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from families import SERVED, build_config, save_family
-from posted_update import sample_through_update, update, updated_by_hand
-from real_run import REPOSITORY, open_engine, run_apart, run_command
-from tiny import logprobs_of
+from support.engines.posted_update import sample_through_update, update, updated_by_hand
+from support.models.families import SERVED, build_config, save_family
+from support.models.tiny import logprobs_of
+from support.runs.real_run import REPOSITORY, open_engine, run_apart, run_command
 from trireme.config.model.state_layers import SERVED_ON_CPU
 
 TINY = REPOSITORY / "models/reverse-text-tiny"

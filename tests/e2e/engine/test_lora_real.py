@@ -11,9 +11,9 @@ from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from posted_update import Post, sample_through_update, update, updated_by_hand
-from real_run import REPOSITORY, SharedEngine, open_engine, run_apart, run_command
-from tiny import logprobs_of
+from support.engines.posted_update import Post, sample_through_update, update, updated_by_hand
+from support.models.tiny import logprobs_of
+from support.runs.real_run import REPOSITORY, SharedEngine, open_engine, run_apart, run_command
 from trireme.algo.weight_checks import POLICY
 from trireme.journal.versions import Versions
 

@@ -9,11 +9,11 @@ import httpx
 import numpy as np
 import pytest
 
-from families import ATTENTION, build_config
-from low_bit import LOW_BIT, save_low_bit
-from posted_update import update, updated_by_hand
-from real_run import REPOSITORY, Run, open_engine, run_apart
-from tiny import logprobs_of
+from support.engines.posted_update import update, updated_by_hand
+from support.models.families import ATTENTION, build_config
+from support.models.low_bit import LOW_BIT, save_low_bit
+from support.models.tiny import logprobs_of
+from support.runs.real_run import REPOSITORY, Run, open_engine, run_apart
 
 TINY = REPOSITORY / "models/reverse-text-tiny"
 IDS = list(range(5, 45))

@@ -13,9 +13,9 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from moe import TOP_K, save_moe
-from posted_update import Post, update, updated_by_hand
-from real_run import Run, SharedEngine, open_engine, run_apart
+from support.engines.posted_update import Post, update, updated_by_hand
+from support.models.moe import TOP_K, save_moe
+from support.runs.real_run import Run, SharedEngine, open_engine, run_apart
 
 CONFIG = "tests/e2e/moe.toml"
 STEPS = 3

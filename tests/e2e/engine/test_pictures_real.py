@@ -16,10 +16,10 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from families import SERVED, build_config, save_family
-from posted_update import sample_through_update, update, updated_by_hand
-from real_run import open_engine
-from tiny_tokenizer import write_seeing_tokenizer
+from support.engines.posted_update import sample_through_update, update, updated_by_hand
+from support.models.families import SERVED, build_config, save_family
+from support.models.tiny_tokenizer import write_seeing_tokenizer
+from support.runs.real_run import open_engine
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.model_turn import Turn

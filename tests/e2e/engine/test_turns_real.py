@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from real_run import REPOSITORY, SharedEngine, run_apart
+from support.runs.real_run import REPOSITORY, SharedEngine, run_apart
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceModel
 from trireme.config.orchestrator import Sampling

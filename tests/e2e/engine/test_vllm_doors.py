@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from real_run import run_command
+from support.runs.real_run import run_command
 from trireme.base.token import TOKEN
 
 SECRET = "a-token-for-tests-0123456789"

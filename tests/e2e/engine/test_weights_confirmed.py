@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from posted_update import update, updated_by_hand
-from real_run import REPOSITORY, SharedEngine
+from support.engines.posted_update import update, updated_by_hand
+from support.runs.real_run import REPOSITORY, SharedEngine
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from real_run import DEADLINE_S, REPOSITORY, command
+from support.runs.real_run import DEADLINE_S, REPOSITORY, command
 
 pytestmark = pytest.mark.slow
 

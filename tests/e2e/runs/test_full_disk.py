@@ -5,8 +5,8 @@ from pathlib import Path
 
 import httpx
 
-from limits import fill, small_disk
-from scripted_kills import KilledRun, assert_same_weights, finish_undisturbed, open_run
+from support.processes.limits import fill, small_disk
+from support.runs.scripted_kills import KilledRun, assert_same_weights, finish_undisturbed, open_run
 from trireme.base.token import bearer, read_key
 
 FLAGS = ("--max-steps", "8", "--trainer.ckpt.keep-last", "2")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from machines import Machine, open_machines, why_not
-from real_run import Process, Run, wait_until
-from scripted_kills import Faults
+from support.processes.machines import Machine, open_machines, why_not
+from support.runs.real_run import Process, Run, wait_until
+from support.runs.scripted_kills import Faults
 from trireme.base.token import TOKEN
 from trireme.journal.versions import Versions
 from trireme.tools.audit.audit import command as audit
@@ -19,7 +19,7 @@ from trireme.tools.audit.audit import command as audit
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 SECRET = "the-machines-of-this-test-share-it"
-ENGINE = Path(__file__).parents[2] / "scripted_engine.py"
+ENGINE = Path(__file__).parents[2] / "support/engines/scripted_engine.py"
 DEADLINE_S = 180.0
 HELD = "trainer.batch_received"
 

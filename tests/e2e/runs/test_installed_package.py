@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toy_environments import ECHO, write
+from support.runs.toy_environments import ECHO, write
 
 pytestmark = pytest.mark.slow
 

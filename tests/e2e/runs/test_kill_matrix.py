@@ -22,8 +22,8 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from real_run import REPOSITORY, Run, run_apart
-from scripted_kills import (
+from support.runs.real_run import REPOSITORY, Run, run_apart
+from support.runs.scripted_kills import (
     REAL,
     SCRIPTED,
     VICTIMS,

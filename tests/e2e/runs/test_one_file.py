@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from real_run import run_command
+from support.runs.real_run import run_command
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from real_run import QUICKSTART, Run, is_alive, started, wait_until
+from support.runs.real_run import QUICKSTART, Run, is_alive, started, wait_until
 
 SIZES = {"data": "--inference.args.data-parallel-size", "tensor": "--inference.args.tensor-parallel-size"}
 

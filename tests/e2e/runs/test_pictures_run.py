@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from real_run import Run, run_command
+from support.runs.real_run import Run, run_command
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_play import ENDS, assert_exact, calls, player
+from support.runs.agent_play import ENDS, assert_exact, calls, player
 from trireme.orchestrator.rollout.driver import RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
 

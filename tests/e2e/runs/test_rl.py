@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from real_run import END_S, QUICKSTART, Process, Run, listening_sockets, started, wait_until
+from support.runs.real_run import END_S, QUICKSTART, Process, Run, listening_sockets, started, wait_until
 from trireme.trainer.checkpoint.checkpoint import complete_steps
 
 STEPS = 60

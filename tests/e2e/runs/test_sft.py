@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from real_run import SharedEngine, run_apart, run_command
-from tiny import largest_difference
+from support.models.tiny import largest_difference
+from support.runs.real_run import SharedEngine, run_apart, run_command
 from trireme.journal.manifest import complete_steps, read_manifest
 from trireme.monitor.metrics import read_metrics
 from trireme.tools.export.export import command as export

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from machines import open_machines, why_not
-from slurm_cluster import Cluster, missing, open_cluster
+from support.processes.machines import open_machines, why_not
+from support.processes.slurm_cluster import Cluster, missing, open_cluster
 from trireme.base.errors import ConfigError
 from trireme.tools.audit.audit import command as audit
 from trireme.tools.cluster.cancel import command as cancel
@@ -101,7 +101,7 @@ def test_slurm_run_resumes_by_itself_after_its_time_limit(tmp_path):
         f"""
         import os, sys
         engine = sys.argv[2] == "trireme.cli.inference"
-        words = ["{ROOT}/tests/scripted_engine.py", *sys.argv[3:]] if engine else sys.argv[1:]
+        words = ["{ROOT}/tests/support/engines/scripted_engine.py", *sys.argv[3:]] if engine else sys.argv[1:]
         os.environ["PYTHONPATH"] = "{ROOT}/tests"
         os.execv(sys.executable, [sys.executable, *words])
         """,

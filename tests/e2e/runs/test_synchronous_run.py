@@ -6,7 +6,7 @@ All of them attach to one living engine, which has served other runs before.
 import numpy as np
 import pytest
 
-from real_run import Run, listening_sockets, run_apart, started_apart
+from support.runs.real_run import Run, listening_sockets, run_apart, started_apart
 
 STEPS = 6
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from real_run import started, wait_until
+from support.runs.real_run import started, wait_until
 from trireme.base.processes import free_port
 from trireme.journal.versions import Versions
 
@@ -53,7 +53,7 @@ def write_file(folder: Path) -> Path:
 
 def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(tmp_path: Path) -> None:
     file, run = write_file(tmp_path), tmp_path / "said"
-    words = ("tests/scripted_rl.py", "vf-rl", "@", file, "--output-dir", tmp_path, *FLAGS)
+    words = ("tests/support/engines/scripted_rl.py", "vf-rl", "@", file, "--output-dir", tmp_path, *FLAGS)
     with started("python", *words, log=tmp_path / "first.log") as first:
         wait_until(lambda: (run / "checkpoint-6").is_dir(), "a third checkpoint", [first])
         first.interrupt()

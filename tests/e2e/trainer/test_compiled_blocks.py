@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from families import build_config, row, save_family
-from tiny import largest_difference, take_gradients
+from support.models.families import build_config, row, save_family
+from support.models.tiny import largest_difference, take_gradients
 from trireme.algo.packing import unsampled_row
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.trainer.model.forward import scorer_of

@@ -8,13 +8,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM
 
-import tiny
-from families import backward, build_config, logits, row, save_family
-from live_bytes import LiveBytes
-from low_bit import LOW_BIT, save_low_bit
-from moe import routed, save_moe
-from rank_processes import run_rank, run_ranks
-from tiny import are_equal, largest_difference, random_samples, take_gradients, weights_of
+from support.models import tiny
+from support.models.families import backward, build_config, logits, row, save_family
+from support.models.live_bytes import LiveBytes
+from support.models.low_bit import LOW_BIT, save_low_bit
+from support.models.moe import routed, save_moe
+from support.models.tiny import are_equal, largest_difference, random_samples, take_gradients, weights_of
+from support.processes.rank_processes import run_rank, run_ranks
 from trireme.config.trainer import ActivationCheckpointing, Experts, TrainerModel
 from trireme.trainer.model import loading
 from trireme.trainer.model import model as model_module

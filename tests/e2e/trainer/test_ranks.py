@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import tiny
-from families import build_config, flash_on_cpu, save_family
-from rank_processes import run_rank, run_ranks
+from support.models import tiny
+from support.models.families import build_config, flash_on_cpu, save_family
+from support.processes.rank_processes import run_rank, run_ranks
 from trireme.algo.packing import unsampled_row
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Lora, Loss, Optimizer, TrainerConfig, TrainerModel

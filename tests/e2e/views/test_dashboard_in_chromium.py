@@ -11,18 +11,18 @@ pytest.importorskip("playwright", reason="playwright is not installed: uv sync")
 
 from playwright.sync_api import expect
 
-from chromium import Watched, find_chromium, open_chromium
-from dashboard_walk import VIEWS, colour, dashboard_of, metrics, rollouts, search, tab, tokens
-from real_run import run_command
-from scripted_kills import SCRIPTED
-from tiny_pictures import picture_file, shown
+from support.models.tiny_pictures import picture_file, shown
+from support.runs.chromium import Watched, find_chromium, open_chromium
+from support.runs.dashboard_walk import VIEWS, colour, dashboard_of, metrics, rollouts, search, tab, tokens
+from support.runs.real_run import run_command
+from support.runs.scripted_kills import SCRIPTED
+from support.runs.written_run import rewrite_batch
 from trireme.base.paths import RunPaths
 from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord
-from written_run import rewrite_batch
 
 pytestmark = [
     pytest.mark.slow,

@@ -21,11 +21,12 @@ from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from answering import DEADLINE_S, answering, answering_http
-from fake_engine import open_fake_engine
-from limits import file_size_limit
-from resolved_runs import refusals
-from stage import until
+from support.engines.answering import DEADLINE_S, answering, answering_http
+from support.engines.fake_engine import open_fake_engine
+from support.processes.limits import file_size_limit
+from support.processes.stage import until
+from support.runs.resolved_runs import refusals
+from support.runs.whole_run import build_config, run
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.network import SILENCE_S
 from trireme.base.processes import free_port
@@ -43,7 +44,6 @@ from trireme.tools.dashboard.runs import status_of
 from trireme.transport.bearer import RequireToken
 from trireme.transport.control import ControlClient
 from trireme.transport.curve import pair_of, set_client_keys
-from whole_run import build_config, run
 
 SECRET = "a-token-for-tests-0123456789"
 OTHER = "another-token-for-tests-01234"

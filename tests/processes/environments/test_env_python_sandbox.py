@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from stage import until
-from toy_environments import SHIPPED, import_shipped
+from support.processes.stage import until
+from support.runs.toy_environments import SHIPPED, import_shipped
 
 FOLDER = SHIPPED / "python_sandbox"
 sandbox = import_shipped("python_sandbox", "python_sandbox")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from toy_environments import import_shipped, in_turn, noting, run_all, run_one, says
+from support.runs.toy_environments import import_shipped, in_turn, noting, run_all, run_one, says
 from trireme.journal.model_turn import ToolCall
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.session.wire import Ask, Reply

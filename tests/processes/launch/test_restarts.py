@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stage import GRACE_S, KIN, ORPHAN, SLEEP, STUBBORN, Stage, child_of, looked, until
+from support.processes.stage import GRACE_S, KIN, ORPHAN, SLEEP, STUBBORN, Stage, child_of, looked, until
 from trireme.base.errors import DeadlineExceeded, PeerDied
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits

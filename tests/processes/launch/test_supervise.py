@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from stage import COOPERATE, DEADLINE_S, GRACE_S, KIN, SLEEP, STUBBORN, launch, until, write_checkpoint
+from support.processes.stage import (
+    COOPERATE,
+    DEADLINE_S,
+    GRACE_S,
+    KIN,
+    SLEEP,
+    STUBBORN,
+    launch,
+    until,
+    write_checkpoint,
+)
 from trireme.base.errors import TriremeError
 from trireme.config.resolve import updated
 from trireme.launch.folder import hold_folder

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from limits import file_size_limit
-from parsing import parse
-from tiny import open_state, random_samples, train_step
+from support.models.tiny import open_state, random_samples, train_step
+from support.processes.limits import file_size_limit
+from support.processes.parsing import parse
+from support.runs.whole_run import build_config, run
 from trireme.base.errors import ConfigError
 from trireme.config.run import RunConfig
 from trireme.monitor import lines, wandb_mirror
 from trireme.monitor.collapse import SIGNS
 from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes, read_metrics
 from trireme.monitor.wandb_mirror import open_wandb_mirror
-from whole_run import build_config, run
 
 
 def test_metrics_row_reads_back_with_null_for_nan_and_infinity(tmp_path):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from answering import answering_http
-from stage import until
-from stage import write_checkpoint as write_manifest
+from support.engines.answering import answering_http
+from support.processes.stage import until
+from support.processes.stage import write_checkpoint as write_manifest
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, SPECIAL, write_tokenizer
+from support.models.tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, SPECIAL, write_tokenizer
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment, Sampling

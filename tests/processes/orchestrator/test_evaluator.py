@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.runs.whole_run import DEADLINE_S, build_config, run
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Evaluation
 from trireme.journal.records import Rollout
@@ -24,7 +25,6 @@ from trireme.orchestrator.evaluation.results import (
     write_eval_results,
 )
 from trireme.orchestrator.loop import restore_metrics
-from whole_run import DEADLINE_S, build_config, run
 
 WITH_HELD_OUT = """
     def dataset():

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_chat import served
-from stage import until
+from support.engines.fake_chat import served
+from support.processes.stage import until
 from trireme.journal.model_turn import ToolCall
 from trireme.orchestrator.environments.programs import listen
 from trireme.orchestrator.gateway import access, connections, server

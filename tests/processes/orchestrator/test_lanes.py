@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fake_engine import Asked
+from support.engines.fake_engine import Asked
+from support.runs.whole_run import block_until, build_config, run
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
@@ -20,7 +21,6 @@ from trireme.monitor.spans import Span, SpansFile, read_spans, reason_of
 from trireme.monitor.timeline import OTHER, joined, lanes_of, shares
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.lanes import Lanes, engine_lane
-from whole_run import block_until, build_config, run
 
 STEPS = 4
 TOUCH_S = 2e-6

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from fake_engine import digests_of
-from stage import write_checkpoint
+from support.engines.fake_engine import digests_of
+from support.processes.stage import write_checkpoint
+from support.runs.whole_run import WholeRun, build_config, entries, run
 from trireme.base.errors import ConfigError
 from trireme.base.paths import step_folder
 from trireme.config.run import RunConfig
@@ -18,7 +19,6 @@ from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
 from trireme.messages import encode
 from trireme.orchestrator.loop import orchestrate
-from whole_run import WholeRun, build_config, entries, run
 
 STEPS = 6
 QUICK = {"retry_s": 0.02, "health_interval_s": 0.02}

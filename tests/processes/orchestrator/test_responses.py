@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mutations import mutations
+from support.processes.mutations import mutations
 from trireme.orchestrator.engines.responses import BadAnswer, Response, choice_of, prompt_logprobs_of, read_answer
 
 CHOICE = {

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from tiny_pictures import picture_file
-from tiny_tokenizer import write_seeing_model
+from support.models.tiny_pictures import picture_file
+from support.models.tiny_tokenizer import write_seeing_model
+from support.runs.whole_run import WholeRun, build_config, run
 from trireme.algo.pictures import PictureRules
 from trireme.config.run import RunConfig
 from trireme.journal.message_text import PREFIX
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.messages import Picture, Tokens
-from whole_run import WholeRun, build_config, run
 
 LOOK = """
     def part(number):

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fake_engine import PATIENCE_S, Asked, answer_at_random
+from support.engines.fake_engine import PATIENCE_S, Asked, answer_at_random
+from support.runs.whole_run import WholeRun, build_config, entries, run
 from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
@@ -20,7 +21,6 @@ from trireme.monitor.metrics import read_metrics
 from trireme.orchestrator.evaluation.results import read_eval_results, results_path
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.tools.audit.audit import audit_run
-from whole_run import WholeRun, build_config, entries, run
 
 REWARD = """
 import os

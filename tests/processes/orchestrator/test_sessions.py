@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from toy_environments import open_toy, running, says, write
+from support.runs.toy_environments import open_toy, running, says, write
+from support.runs.whole_run import SAY, WholeRun, build_config, run
 from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
 from trireme.orchestrator.session.session import cancel_all
 from trireme.orchestrator.session.wire import RunTask
-from whole_run import SAY, WholeRun, build_config, run
 
 AGENT = {"external": True, "port": 0}
 DATASET = SAY.partition("    def reward")[0]

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from tiny_tokenizer import CHATML, END, write_tokenizer
+from support.models.tiny_tokenizer import CHATML, END, write_tokenizer
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceModel
 from trireme.journal.model_turn import Message, ToolCall, Turn, assistant_message, is_same

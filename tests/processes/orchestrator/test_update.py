@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from fake_engine import FakeEngine, WeightWire, digests_of, open_fake_engine, ready_message, sent_message
+from support.engines.fake_engine import (
+    FakeEngine,
+    WeightWire,
+    digests_of,
+    open_fake_engine,
+    ready_message,
+    sent_message,
+)
+from support.runs.whole_run import build_config
 from trireme.base.errors import DeadlineExceeded, EngineRefused, PeerDied, WeightsMismatch
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
@@ -29,7 +37,6 @@ from trireme.orchestrator.engines.pool import InferencePool, PromptTooLong, open
 from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
 from trireme.orchestrator.weights.policy import Policy
 from trireme.orchestrator.weights.update import WeightUpdates
-from whole_run import build_config
 
 END = 2
 ASKED = [5, 6], {"max_tokens": 4}

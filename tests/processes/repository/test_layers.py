@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from parsing import parse
+from support.processes.parsing import parse
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "src" / "trireme"

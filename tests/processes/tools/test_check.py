@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from fake_chat import FakeChat, served
-from fake_engine import Asked, open_fake_engine
-from local_packages import write_package
-from tiny_tokenizer import END, write_tokenizer
-from toy_environments import ECHO, write
+from support.engines.fake_chat import FakeChat, served
+from support.engines.fake_engine import Asked, open_fake_engine
+from support.models.tiny_tokenizer import END, write_tokenizer
+from support.runs.local_packages import write_package
+from support.runs.toy_environments import ECHO, write
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
 from trireme.orchestrator.environments.venv import find_environment

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fake_chat import FakeChat, completion, served
-from interrupts import heeding_interrupts
+from support.engines.fake_chat import FakeChat, completion, served
+from support.engines.weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights
+from support.processes.interrupts import heeding_interrupts
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError, PeerDied, WeightsMismatch
 from trireme.cli.command import run_command
@@ -25,7 +26,6 @@ from trireme.config.run import RunConfig
 from trireme.journal.versions import Versions
 from trireme.tools.evaluate.config import EvalConfig, inherit_from_run, with_environments
 from trireme.tools.policies.engine import WeightsReplaced
-from weighed_engine import LETTER, WeighedEngine, open_weighed_engine, write_weights
 
 TOY = """
 def dataset():

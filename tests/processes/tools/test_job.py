@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from stage import until
+from support.processes.stage import until
 from trireme.config.files import PROCESSES
 from trireme.tools.cluster.job import NODE_SCRIPT, SECRETS, Job, SubmitOptions, node_script, write_secrets
 from trireme.tools.cluster.nodes import ClusterPlan

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from doctoring import build_case, diagnosed, expect, taken_port
-from planted_faults import change_column
-from real_run import is_alive
-from stage import until
-from toy_environments import ECHO, write
+from support.processes.stage import until
+from support.runs.doctoring import build_case, diagnosed, expect, taken_port
+from support.runs.planted_faults import change_column
+from support.runs.real_run import is_alive
+from support.runs.toy_environments import ECHO, write
+from support.runs.written_run import write_whole_run
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.tools.doctor import rehearsal
@@ -22,7 +23,6 @@ from trireme.tools.doctor.doctor import CHECKS, Check, run_checks, summary_of
 from trireme.tools.doctor.doctor import command as doctor
 from trireme.tools.doctor.finding import Case, Finding, ok, warning
 from trireme.tools.doctor.rehearsal import Ended, check_environments, judge_environment, judge_run, run_program, shrink
-from written_run import write_whole_run
 
 REPOSITORY = Path(__file__).parents[3]
 DEADLINE_S = 60

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-import forkserver
-from answering import answering
-from families import IMAGE, MROPE, build_config, save_family
-from planted_faults import change, change_lines
-from tiny import VOCABULARY, random_samples
-from tiny_pictures import picture_file
-from tiny_tokenizer import write_tokenizer
+from support.engines.answering import answering
+from support.models.families import IMAGE, MROPE, build_config, save_family
+from support.models.tiny import VOCABULARY, random_samples
+from support.models.tiny_pictures import picture_file
+from support.models.tiny_tokenizer import write_tokenizer
+from support.processes import forkserver
+from support.runs.planted_faults import change, change_lines
 from trireme import messages as wire
 from trireme.algo.digest import tensor_digest
 from trireme.base.devices import Devices

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from fake_engine import FakeEngine, open_fake_engine
-from interrupts import heeding_interrupts
-from reflecting import ENVIRONMENT, RULES, Endpoint
+from support.engines.fake_engine import FakeEngine, open_fake_engine
+from support.engines.reflecting import ENVIRONMENT, RULES, Endpoint
+from support.processes.interrupts import heeding_interrupts
 from trireme.base.errors import ConfigError, PeerRefused
 from trireme.base.paths import RunPaths
 from trireme.launch.folder import hold_folder

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from answering import answering_http
+from support.engines.answering import answering_http
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, DeadlineExceeded, TriremeError
 from trireme.base.paths import RunPaths

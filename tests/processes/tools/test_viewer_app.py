@@ -10,12 +10,12 @@ from contextlib import suppress
 
 import pytest
 
+from support.runs.viewing import NARROW, WIDE, answer, view, write_evaluations, write_results
+from support.runs.written_run import rewrite_batch, write_whole_run
 from trireme.base.errors import ConfigError
 from trireme.journal.journal import Journal
 from trireme.tools.viewer.app import Help
 from trireme.tools.viewer.app import command as eval_view
-from viewing import NARROW, WIDE, answer, view, write_evaluations, write_results
-from written_run import rewrite_batch, write_whole_run
 
 DEADLINE_S = 60
 COMMAND = [sys.executable, "-m", "trireme.cli.trireme", "eval-view"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from limits import file_size_limit, fill, small_disk
-from rank_processes import run_rank, run_ranks
-from stage import until
-from tiny import are_equal, content_of, open_exporter, open_state, open_store, train_until
+from support.models.tiny import are_equal, content_of, open_exporter, open_state, open_store, train_until
+from support.processes.limits import file_size_limit, fill, small_disk
+from support.processes.rank_processes import run_rank, run_ranks
+from support.processes.stage import until
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.trainer import Checkpoints

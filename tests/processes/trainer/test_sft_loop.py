@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from families import MROPE, save_family
-from families import build_config as family_config
-from rank_processes import run_rank, run_ranks
-from tiny import VOCABULARY
-from tiny_pictures import picture_file
-from tiny_tokenizer import write_seeing_tokenizer
+from support.models.families import MROPE, save_family
+from support.models.families import build_config as family_config
+from support.models.tiny import VOCABULARY
+from support.models.tiny_pictures import picture_file
+from support.models.tiny_tokenizer import write_seeing_tokenizer
+from support.processes.rank_processes import run_rank, run_ranks
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits

@@ -11,14 +11,24 @@ import psutil
 import pytest
 import torch
 
-import forkserver
-import weight_ends
+from support.engines import weight_ends
+from support.engines.weight_ends import (
+    BUCKET_BYTES,
+    DEADLINE_S,
+    SHORT_S,
+    Ends,
+    digests_of,
+    outcome,
+    random_model,
+    receive,
+    specs_of,
+)
+from support.processes import forkserver
 from trireme.algo.digest import tensor_digest
 from trireme.messages import InitInfo
 from trireme.transport.weights import buckets as packing
 from trireme.transport.weights.backends import open_receiver, open_sender
 from trireme.transport.weights.transfer import Receiver, Sender
-from weight_ends import BUCKET_BYTES, DEADLINE_S, SHORT_S, Ends, digests_of, outcome, random_model, receive, specs_of
 
 MODELS = [random_model(seed) for seed in range(4)]
 MODEL = MODELS[0]

@@ -17,9 +17,9 @@ import zmq
 import zmq.asyncio
 from msgspec.structs import replace
 
-from answering import DEADLINE_S, answering
-from mutations import mutations
-from toy_environments import run_one, says, with_environment, write
+from support.engines.answering import DEADLINE_S, answering
+from support.processes.mutations import mutations
+from support.runs.toy_environments import run_one, says, with_environment, write
 from trireme import messages
 from trireme.base.errors import DeadlineExceeded, PeerDied, PeerRefused, TriremeError
 from trireme.base.processes import free_port

@@ -21,10 +21,10 @@ import numpy as np
 import psutil
 import pytest
 
-from agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
-from real_run import is_alive
-from stage import until
-from toy_environments import never, open_toy, running, with_environment, write
+from support.processes.stage import until
+from support.runs.agent_play import ENDS, TASKS, ScriptedPolicy, assert_exact, calls, player
+from support.runs.real_run import is_alive
+from support.runs.toy_environments import never, open_toy, running, with_environment, write
 from trireme.base.errors import ConfigError, DeadlineExceeded, PeerDied
 from trireme.config.orchestrator import Agent, Environment
 from trireme.journal.turns import compare_turns, read_turns, turns_file

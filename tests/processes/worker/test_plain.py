@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toy_environments import (
+from support.runs.toy_environments import (
     ECHO,
     asked_and_done,
     in_turn,
@@ -23,12 +23,12 @@ from toy_environments import (
     with_environment,
     write,
 )
+from support.runs.whole_run import build_config, run
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.session.session import RolloutFailed, Session
 from trireme.orchestrator.session.wire import Ask, Done, GaveUp, Held, Reply, RunTask
-from whole_run import build_config, run
 
 pytestmark = pytest.mark.xdist_group("plain environments")  # one process, so that tests share workers
 

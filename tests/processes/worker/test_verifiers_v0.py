@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from fake_chat import FakeChat, completion
-from toy_environments import (
+from support.engines.fake_chat import FakeChat, completion
+from support.runs.toy_environments import (
     asked_and_done,
     fills_up,
     in_turn,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from toy_environments import (
+from support.runs.toy_environments import (
     asked_and_done,
     fills_up,
     in_turn,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from order_rules import order_rules
+from support.runs.order_rules import order_rules
 from trireme.algo.data.curriculum import Place, after_batch, weights_in
 from trireme.algo.data.difficulty import Outcome, left_out, to_scores
 from trireme.algo.data.order import ENDLESS, draws_of, environment_of, example_order, names_and_shares

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from limits import fill, small_disk
-from tiny_tokenizer import write_tokenizer
+from support.models.tiny_tokenizer import write_tokenizer
+from support.processes.limits import fill, small_disk
 from trireme.base.disk import is_full, require_room, when_there_is_room
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import DISK, Waits

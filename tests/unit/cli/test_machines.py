@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stage import until
+from support.processes.stage import until
 from trireme.cli import machines
 from trireme.cli.machines import keep_ranks
 from trireme.config.files import read_run, write_run

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stage import until
+from support.processes.stage import until
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths

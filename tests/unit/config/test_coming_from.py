@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from model_configs import cache_models
-from resolved_runs import value_at
-from stage import write_checkpoint
+from support.models.model_configs import cache_models
+from support.processes.stage import write_checkpoint
+from support.runs.resolved_runs import value_at
 from trireme.base import devices
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError

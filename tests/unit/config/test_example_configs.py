@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from model_configs import MODELS
+from support.models.model_configs import MODELS
 from trireme.algo.model.architecture import architecture_of
 from trireme.base.devices import Devices
 from trireme.config.load import load_run_config

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from resolved_runs import ENV, gpus, resolved
+from support.runs.resolved_runs import ENV, gpus, resolved
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.files import PROCESSES, ProcessName

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from resolved_runs import value_at
+from support.runs.resolved_runs import value_at
 from trireme.base.errors import ConfigError
 from trireme.config.compatibility import ALIASES, ELSEWHERE, NAMES_ELSEWHERE, NOT_A_KEY
 from trireme.config.load import load_run_config

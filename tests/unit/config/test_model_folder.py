@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from resolved_runs import CPU, ENV, GPUS, refusals, resolved
-from tiny_tokenizer import write_tokenizer
+from support.models.tiny_tokenizer import write_tokenizer
+from support.runs.resolved_runs import CPU, ENV, GPUS, refusals, resolved
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.load import load_config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from resolved_runs import CPU, ENV, gpus, resolved, value_at
+from support.runs.resolved_runs import CPU, ENV, gpus, resolved, value_at
 from trireme.base.devices import Devices, detect_devices
 from trireme.config.files import PROCESSES, read_run, to_toml, write_process_files, write_run
 from trireme.config.load import load_run_config

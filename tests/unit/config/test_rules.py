@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from resolved_runs import CPU, GPUS, gpus, prefixed, refusals, resolved
+from support.runs.resolved_runs import CPU, GPUS, gpus, prefixed, refusals, resolved
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config import inference, trainer

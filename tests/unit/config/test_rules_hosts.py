@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import resolved_runs
-from resolved_runs import CPU
+from support.runs import resolved_runs
+from support.runs.resolved_runs import CPU
 from trireme.base.errors import ConfigError
 from trireme.base.token import TOKEN
 from trireme.cli.machines import join_network, node_of, torchrun_arguments

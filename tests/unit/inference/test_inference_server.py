@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parsing import parse
-from resolved_runs import CPU, GPUS, prefixed, resolved
+from support.processes.parsing import parse
+from support.runs.resolved_runs import CPU, GPUS, prefixed, resolved
 from trireme.base.devices import Devices
 from trireme.base.token import TOKEN
 from trireme.config.inference import parser_names, sampling_names

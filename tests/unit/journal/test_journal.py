@@ -9,8 +9,9 @@ import pytest
 
 import trireme
 import trireme_worker
-from limits import file_size_limit
-from resolved_runs import run_in
+from support.processes.limits import file_size_limit
+from support.runs.resolved_runs import run_in
+from support.runs.written_run import write_checkpoint
 from trireme.base.devices import Devices
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import RunPaths, step_folder, steps_in
@@ -29,7 +30,6 @@ from trireme.journal.versions import Version, Versions
 from trireme.launch.folder import prepare_folder
 from trireme.launch.resume import rewind
 from trireme.messages import build_tokens, encode
-from written_run import write_checkpoint
 
 
 def record(step: int, *, size: int = 5) -> BatchRecord:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from order_rules import order_rules
-from tiny import num_loss_samples, num_loss_tokens, random_samples
+from support.models.tiny import num_loss_samples, num_loss_tokens, random_samples
+from support.runs.order_rules import order_rules
+from support.runs.written_run import build_rich_config
 from trireme.algo.model.flops import LINEAR, cost_of
 from trireme.algo.packing import Sample, num_learned
 from trireme.algo.rules import Rules, rules_of
@@ -28,7 +29,6 @@ from trireme.journal.records import AgentRun, BatchRecord, Rollout, State
 from trireme.journal.targets import advantages_of, estimator_of
 from trireme.messages import Kept, Tokens, build_tokens, encode
 from trireme.trainer.model.forward import places_of
-from written_run import build_rich_config
 
 NAN = math.nan
 

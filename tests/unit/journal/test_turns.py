@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from limits import file_size_limit
+from support.processes.limits import file_size_limit
 from trireme.journal.journal import Journal
 from trireme.journal.model_turn import Turn
 from trireme.journal.requests import KeptRequest, RequestLog

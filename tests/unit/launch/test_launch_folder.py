@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from resolved_runs import resolved, run_in
+from support.runs.resolved_runs import resolved, run_in
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths, remove_partial_files
 from trireme.base.token import KEY_FILE

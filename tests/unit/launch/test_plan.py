@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from resolved_runs import run_in
-from stage import write_checkpoint
+from support.processes.stage import write_checkpoint
+from support.runs.resolved_runs import run_in
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from stage import write_checkpoint
+from support.processes.stage import write_checkpoint
+from support.runs.written_run import build_config
 from trireme.base.errors import ConfigError
 from trireme.cli.command import open_process
 from trireme.cli.rl import rl
@@ -26,7 +27,6 @@ from trireme.journal.settings import Settings
 from trireme.journal.versions import Versions
 from trireme.launch.resume import check_resume, is_trained, rewind
 from trireme.launch.settings import print_changes, progress_of, write_settings
-from written_run import build_config
 
 
 def written(config: RunConfig | SftConfig, *steps: int) -> RunConfig | SftConfig:

@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from stage import until
+from support.processes.stage import until
 from trireme.base.processes import free_port
 from trireme.base.timing import age_s
 from trireme.config.files import write_run

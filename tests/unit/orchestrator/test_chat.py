@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tiny_tokenizer import CHATML, LLAMA_3, MARKED, QWEN_3, write_tokenizer
+from support.models.tiny_tokenizer import CHATML, LLAMA_3, MARKED, QWEN_3, write_tokenizer
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.rollout.chat import ChatTokenizer, NoRoomForToken, open_chat_tokenizer
 

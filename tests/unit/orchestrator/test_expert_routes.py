@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fake_engine import Asked, open_fake_engine
-from tiny_tokenizer import CHATML, END, write_tokenizer
+from support.engines.fake_engine import Asked, open_fake_engine
+from support.models.tiny_tokenizer import CHATML, END, write_tokenizer
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limits import file_size_limit
+from support.processes.limits import file_size_limit
 from trireme.algo.pass_at_k import mean_pass_at_k, pass_at_k, powers_of_two
 from trireme.base.errors import ConfigError
 from trireme.config.orchestrator import Environment

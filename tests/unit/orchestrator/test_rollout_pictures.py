@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tiny_pictures import picture_file
-from tiny_tokenizer import write_seeing_model
+from support.models.tiny_pictures import picture_file
+from support.models.tiny_tokenizer import write_seeing_model
 from trireme.algo.pictures import collapse
 from trireme.config.model.vision import MOST_PICTURES
 from trireme.journal.message_text import PREFIX

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
+from support.models.tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, write_tokenizer
 from trireme.journal.message_text import for_template
 from trireme.journal.model_turn import ToolCall, Turn, assistant_message
 from trireme.journal.turns import prompt_digest

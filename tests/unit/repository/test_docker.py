@@ -12,7 +12,7 @@ import pytest
 import yaml
 from jsonschema.validators import validator_for
 
-from answering import answering_http
+from support.engines.answering import answering_http
 from trireme.base.token import TOKEN
 from trireme.cli.inference import inference
 from trireme.cli.orchestrator import orchestrator

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny import load_script
+from support.models.tiny import load_script
 
 REPOSITORY = Path(__file__).parents[3]
 build_tokenizer = load_script("make_tiny_model").build_tokenizer

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from parsing import parse
+from support.processes.parsing import parse
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -13,8 +13,25 @@ import msgspec
 import numpy as np
 import pytest
 
-import planted_faults
-from planted_faults import FAULTS, RICH_FAULTS, Fault, change_column, change_lines, flip_last, replaced, row_of
+from support.runs import planted_faults
+from support.runs.planted_faults import (
+    FAULTS,
+    RICH_FAULTS,
+    Fault,
+    change_column,
+    change_lines,
+    flip_last,
+    replaced,
+    row_of,
+)
+from support.runs.written_run import (
+    WrittenRun,
+    build_config,
+    build_rich_config,
+    digests_of,
+    rewrite_batch,
+    write_whole_run,
+)
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.config.files import write_run
@@ -34,7 +51,6 @@ from trireme.tools.audit.audit import audit_run
 from trireme.tools.audit.audit import command as audit
 from trireme.tools.audit.report import Report
 from trireme.tools.replay_command import command as replay
-from written_run import WrittenRun, build_config, build_rich_config, digests_of, rewrite_batch, write_whole_run
 
 
 def assert_holds(folder: Path) -> Report:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from planted_faults import Plant, change, change_column, change_lines, edit, one_more, put, row_of
+from support.runs.planted_faults import Plant, change, change_column, change_lines, edit, one_more, put, row_of
+from support.runs.written_run import build_config, rewrite_version, write_whole_run
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.base.paths import RunPaths
@@ -35,7 +36,6 @@ from trireme.tools.diff.aspects import ASPECTS, Difference
 from trireme.tools.diff.compare import compare_runs
 from trireme.tools.diff.report import command as diff
 from trireme.tools.diff.report import meaning_of
-from written_run import build_config, rewrite_version, write_whole_run
 
 STEP = 2  # at which something is changed
 

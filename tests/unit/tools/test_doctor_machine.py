@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from answering import answering_http
-from doctoring import build_case, expect, taken_port
-from limits import fill, limited, small_disk
-from tiny_tokenizer import CHATML, write_tokenizer
+from support.engines.answering import answering_http
+from support.models.tiny_tokenizer import CHATML, write_tokenizer
+from support.processes.limits import fill, limited, small_disk
+from support.runs.doctoring import build_case, expect, taken_port
 from trireme.base.devices import Devices
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN

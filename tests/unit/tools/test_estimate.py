@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from families import HYBRIDS, MROPE, build_config
-from model_configs import MODELS, cache_models
+from support.models.families import HYBRIDS, MROPE, build_config
+from support.models.model_configs import MODELS, cache_models
 from trireme.algo.model.activations import Pass
 from trireme.algo.model.architecture import architecture_of, is_known
 from trireme.algo.model.chips import CHIPS, GIB

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from gepa.core.result import GEPAResult
 
-from reflecting import ENVIRONMENT
-from toy_environments import with_environment
+from support.engines.reflecting import ENVIRONMENT
+from support.runs.toy_environments import with_environment
 from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
 from trireme.config.load import load_config

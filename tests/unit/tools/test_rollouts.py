@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tiny_tokenizer import write_tokenizer
+from support.models.tiny_tokenizer import write_tokenizer
+from support.runs.viewing import answer, write_evaluations, write_results
+from support.runs.written_run import write_whole_run
 from trireme.base.errors import ConfigError
 from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.tools.rollout_filters import parse_filter
@@ -18,8 +20,6 @@ from trireme.tools.run_reader import RunReader
 from trireme.tools.tokenizer import pieces
 from trireme.tools.viewer.panes import columns_for, in_order, page
 from trireme.tools.viewer.sources import find_sources, run_title
-from viewing import answer, write_evaluations, write_results
-from written_run import write_whole_run
 
 
 def read_all(path: Path) -> ResultsFile:

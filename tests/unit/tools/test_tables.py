@@ -10,7 +10,8 @@ import pytest
 from jinja2 import Template
 from pyarrow import parquet
 
-from tiny_pictures import picture_file, shown
+from support.models.tiny_pictures import picture_file, shown
+from support.runs.written_run import rewrite_batch, write_whole_run
 from trireme.algo.pictures import PictureRules
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.config.files import read_run
@@ -23,7 +24,6 @@ from trireme.tools.datasets import write
 from trireme.tools.datasets.write import command as rollouts
 from trireme.trainer.sft.conversations import read_conversations
 from trireme.trainer.sft.pictures import PictureReader
-from written_run import rewrite_batch, write_whole_run
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TALK = [

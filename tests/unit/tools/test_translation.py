@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from resolved_runs import value_at
+from support.runs.resolved_runs import value_at
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.load import load_run_config, read_as

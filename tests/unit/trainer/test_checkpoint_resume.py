@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import tiny
+from support.models import tiny
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.config.trainer import Checkpoints, Optimizer
 from trireme.journal.manifest import MANIFEST, complete_steps, read_manifest

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from limits import small_disk
-from tiny import are_equal, open_state, random_samples, save_run, train_step, weights_of
+from support.models.tiny import are_equal, open_state, random_samples, save_run, train_step, weights_of
+from support.processes.limits import small_disk
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.config.trainer import Lora, Optimizer, TrainerModel
 from trireme.tools.export.export import command as export

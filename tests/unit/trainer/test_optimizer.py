@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo as dynamo
 
-import tiny
+from support.models import tiny
 from trireme.base.errors import ConfigError, NotFinite
 from trireme.config.trainer import Optimizer, Scheduler, TrainerModel
 from trireme.trainer.checkpoint.state import TrainerState

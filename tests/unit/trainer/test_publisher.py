@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from answering import DEADLINE_S, answering
-from live_bytes import LiveBytes
-from model_configs import MODELS
-from tiny import open_state, save_tiny_model, weights_of
+from support.engines.answering import DEADLINE_S, answering
+from support.models.live_bytes import LiveBytes
+from support.models.model_configs import MODELS
+from support.models.tiny import open_state, save_tiny_model, weights_of
 from trireme.algo.digest import tensor_digest
 from trireme.algo.model.architecture import architecture_of
 from trireme.base.disk import when_there_is_room

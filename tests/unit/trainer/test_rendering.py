@@ -11,9 +11,9 @@ import pytest
 from pyarrow.parquet import write_table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tiny import random_samples
-from tiny_pictures import picture_file
-from tiny_tokenizer import CHATML, LLAMA_3, MARKED, QWEN_3, write_seeing_model, write_tokenizer
+from support.models.tiny import random_samples
+from support.models.tiny_pictures import picture_file
+from support.models.tiny_tokenizer import CHATML, LLAMA_3, MARKED, QWEN_3, write_seeing_model, write_tokenizer
 from trireme.algo.packing import Sample
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import tiny
-from families import build_config, save_family
+from support.models import tiny
+from support.models.families import build_config, save_family
 from trireme.algo.columns import Totals
 from trireme.algo.loss.loss import cross_entropy, policy_loss
 from trireme.algo.packing import Sample, micro_batches_of_rank, unsampled_row

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from answering import DEADLINE_S, answering
-from tiny import batch_reply, random_samples
+from support.engines.answering import DEADLINE_S, answering
+from support.models.tiny import batch_reply, random_samples
 from trireme import messages
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import PeerRefused

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe import save_moe
-from tiny import are_equal, batch_reply, content_of, one_row, random_samples, train, weights_of
+from support.models.moe import save_moe
+from support.models.tiny import are_equal, batch_reply, content_of, one_row, random_samples, train, weights_of
 from trireme.base.paths import RunPaths
 from trireme.config.losses import Loss
 from trireme.config.run import Model, RunConfig

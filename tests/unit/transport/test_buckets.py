@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tiny import save_tiny_model
+from support.engines.weight_ends import DEADLINE_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
+from support.models.tiny import save_tiny_model
 from trireme.algo.patch import Form, Patch, build_patch, changed, whole_patch
 from trireme.base.background import in_background
 from trireme.base.errors import ConfigError
 from trireme.tools.export import merging, weights_folder
 from trireme.transport.weights.buckets import HostCopy, pack_patches, spec_of
 from trireme.transport.weights.transfer import take_transfer
-from weight_ends import DEADLINE_S, Ends, Tensors, digests_of, outcome, random_model, specs_of
 
 CPU = torch.device("cpu")
 

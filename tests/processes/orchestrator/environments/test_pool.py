@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from limits import limited
-from real_run import is_alive
-from stage import until
-from toy_environments import ECHO, Use, never, run_all, run_one, says, with_environment, write
+from support.processes.limits import limited
+from support.processes.stage import until
+from support.runs.real_run import is_alive
+from support.runs.toy_environments import ECHO, Use, never, run_all, run_one, says, with_environment, write
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.processes import OPEN_FILES, most_open_files
 from trireme.base.token import TOKEN
@@ -276,7 +276,7 @@ def test_no_worker_outlives_a_killed_orchestrator(tmp_path):
     orchestrator = f"""
         import asyncio, sys
         sys.path.insert(0, {str(Path(__file__).parents[3])!r})
-        from toy_environments import Path, open_toy
+        from support.runs.toy_environments import Path, open_toy
 
         async def main():
             async with open_toy(Path({str(tmp_path)!r}), {write(tmp_path, TOY + STARTS_PROGRAMS)!r}):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from local_packages import write_package
+from support.runs.local_packages import write_package
 from trireme.base.errors import ConfigError
 from trireme.config.orchestrator import Environment
 from trireme.orchestrator.environments.venv import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fake_chat import FakeChat, completion
+from support.engines.fake_chat import FakeChat, completion
 from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment, OrchestratorConfig

@@ -20,8 +20,9 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from answering import answering_http
-from tiny_pictures import picture_file
+from support.engines.answering import answering_http
+from support.models.tiny_pictures import picture_file
+from support.runs.viewing import Reader
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.base.token import TOKEN
@@ -38,7 +39,6 @@ from trireme.tools.dashboard.overview import differences, figures
 from trireme.tools.dashboard.rollouts import nothing_found, serve_pictures
 from trireme.tools.dashboard.runs import Library, RunFolder, RunSet
 from trireme.transport.dashboard_key import KEY, RequireKey, address_of, key_of
-from viewing import Reader
 
 
 @pytest.fixture(autouse=True)

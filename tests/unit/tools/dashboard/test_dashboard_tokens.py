@@ -13,8 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from limits import file_size_limit
-from tiny_tokenizer import write_tokenizer
+from support.models.tiny_tokenizer import write_tokenizer
+from support.processes.limits import file_size_limit
+from support.runs.viewing import Reader
+from support.runs.written_run import rewrite_batch, write_whole_run
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.logprobs import counting, identity, logprobs_of, path_of, read_logprobs, write_logprobs
@@ -36,8 +38,6 @@ from trireme.tools.dashboard.tokens import (
 from trireme.tools.rollout_filters import parse_filter
 from trireme.tools.rollouts import BatchFile, Record, Row
 from trireme.tools.run_reader import RunReader
-from viewing import Reader
-from written_run import rewrite_batch, write_whole_run
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x1b[31m"
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from families import ATTENTION, HYBRIDS, SERVED, backward, build_config, row, save_family
-from tiny import are_equal, largest_difference, take_gradients
+from support.models.families import ATTENTION, HYBRIDS, SERVED, backward, build_config, row, save_family
+from support.models.tiny import are_equal, largest_difference, take_gradients
 from trireme.algo.model.activations import Pass, kept_by_layer, kept_by_matrices, layer_input
 from trireme.algo.model.architecture import architecture_of
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from families import build_config, flash_on_cpu
+from support.models.families import build_config, flash_on_cpu
 from trireme.algo.packing import buckets, positions, share_prefixes, unsampled_row
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel

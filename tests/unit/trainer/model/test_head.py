@@ -8,8 +8,8 @@ import torch
 import transformers
 from peft import LoraConfig, inject_adapter_in_model
 
-from live_bytes import LiveBytes
-from tiny import largest_difference, one_row, random_samples, take_gradients
+from support.models.live_bytes import LiveBytes
+from support.models.tiny import largest_difference, one_row, random_samples, take_gradients
 from trireme.algo.loss.logprobs import Choices
 from trireme.config.trainer import TrainerModel
 from trireme.messages import MicroBatch

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-import moe
-from families import MROPE, build_config, logits, publish, row, save_family
-from low_bit import LOW_BIT, save_low_bit
-from tiny import are_equal, content_of, open_store, random_samples, save_run, train_step, weights_of
+from support.models import moe
+from support.models.families import MROPE, build_config, logits, publish, row, save_family
+from support.models.low_bit import LOW_BIT, save_low_bit
+from support.models.tiny import are_equal, content_of, open_store, random_samples, save_run, train_step, weights_of
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import Lora, Optimizer, TrainerModel, Vlm
 from trireme.tools.export.export import command as export

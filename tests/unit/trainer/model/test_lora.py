@@ -10,8 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import tiny
-from families import HYBRIDS, build_config, save_family
+from support.models import tiny
+from support.models.families import HYBRIDS, build_config, save_family
 from trireme.base.errors import ConfigError
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Lora, Loss, Optimizer, TrainerConfig, TrainerModel

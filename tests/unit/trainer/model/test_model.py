@@ -15,9 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import families
-from families import ATTENTION, CONFIGS, HYBRIDS, SIBLINGS, build_config, build_vision_config, logits, row, save_family
-from tiny import are_equal, one_row, random_samples, take_gradients, whole
+from support.models import families
+from support.models.families import (
+    ATTENTION,
+    CONFIGS,
+    HYBRIDS,
+    SIBLINGS,
+    build_config,
+    build_vision_config,
+    logits,
+    row,
+    save_family,
+)
+from support.models.tiny import are_equal, one_row, random_samples, take_gradients, whole
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.orchestrator.weights.update import TIMES_NOISE

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-import families
-from moe import CONFIGS, NUM_EXPERTS, TOP_K, build_moe, random_routes, routed, routed_of, save_moe
-from tiny import are_equal, backward, random_samples, take_gradients
+from support.models import families
+from support.models.moe import CONFIGS, NUM_EXPERTS, TOP_K, build_moe, random_routes, routed, routed_of, save_moe
+from support.models.tiny import are_equal, backward, random_samples, take_gradients
 from trireme.algo.packing import Sample
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, Experts, TrainerModel

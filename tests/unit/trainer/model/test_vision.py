@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
-from families import IMAGE, MROPE, VOCABULARY, build_config, save_family
-from rank_processes import run_rank, run_ranks
-from tiny import batch_reply, largest_difference, one_row, take_gradients, weights_of
+from support.models.families import IMAGE, MROPE, VOCABULARY, build_config, save_family
+from support.models.tiny import batch_reply, largest_difference, one_row, take_gradients, weights_of
+from support.processes.rank_processes import run_rank, run_ranks
 from trireme.algo.packing import Sample
 from trireme.algo.pictures import PictureRules, expand
 from trireme.base.errors import ConfigError

@@ -1,6 +1,6 @@
 """An inference server of two processes like vLLM's: real weights over the real wire, and scripted answers.
 
-    python tests/scripted_engine.py --run run.json
+    python tests/support/engines/scripted_engine.py --run run.json
 
 The API server forwards what it is asked to its engine core. The core receives weights with the receiving code of a
 real engine and computes with none of them: what it "samples" is a function of the digests of what it has loaded, so a
@@ -27,7 +27,9 @@ import msgspec
 from aiohttp import web
 from safetensors import safe_open
 
-from fake_engine import Asked, FakeEngine, WeightWire, build_app, door_keeper, serving
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run as a script, too
+
+from support.engines.fake_engine import Asked, FakeEngine, WeightWire, build_app, door_keeper, serving
 from trireme.algo.weight_checks import is_of_adapter
 from trireme.base.background import in_background
 from trireme.base.faults import reach

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiny_tokenizer import QWEN_3, write_tokenizer
-from toy_environments import open_toy, running, write
+from support.models.tiny_tokenizer import QWEN_3, write_tokenizer
+from support.runs.toy_environments import open_toy, running, write
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Sampling

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from fake_engine import serving
+from support.engines.fake_engine import serving
 from trireme.base.processes import free_port
 
 

@@ -15,7 +15,7 @@ from textwrap import dedent
 
 import psutil
 
-from machines import Machine
+from support.processes.machines import Machine
 from trireme.base.processes import free_port
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")

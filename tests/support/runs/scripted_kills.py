@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from real_run import Process, Run, wait_until
+from support.runs.real_run import Process, Run, wait_until
 from trireme.journal.versions import Versions
 from trireme.tools.audit.audit import command as audit
 
-SCRIPTED = ("python", "tests/scripted_rl.py", "@", "tests/e2e/scripted.toml")
+SCRIPTED = ("python", "tests/support/engines/scripted_rl.py", "@", "tests/e2e/scripted.toml")
 REAL = ("rl", "@", "tests/e2e/synchronous.toml")
 DEADLINE_S = 120.0  # for a point to be reached, and for a run to recover
 END_S = 240.0

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from support.runs.written_run import GROUP, digests_of, rewrite_batch, rewrite_version
 from trireme.config.orchestrator import Filters
 from trireme.config.run import RunConfig
 from trireme.journal.entry import write_entry
@@ -20,7 +21,6 @@ from trireme.journal.manifest import MANIFEST
 from trireme.journal.records import BatchRecord, Dropped
 from trireme.journal.versions import Versions
 from trireme.messages import Tokens
-from written_run import GROUP, digests_of, rewrite_batch, rewrite_version
 
 WITHOUT_LAST = itemgetter(slice(-1))
 Plant = Callable[[RunConfig], Any]

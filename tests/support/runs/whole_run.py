@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fake_engine import FakeEngine, FakeTrainer, WeightWire, open_fake_engine
-from tiny_tokenizer import END, write_tokenizer
+from support.engines.fake_engine import FakeEngine, FakeTrainer, WeightWire, open_fake_engine
+from support.models.tiny_tokenizer import END, write_tokenizer
 from trireme.base.errors import TriremeError
 from trireme.base.processes import free_port
 from trireme.base.waiting import Waits

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from fake_chat import FakeChat, completion
+from support.engines.fake_chat import FakeChat, completion
 
 ENVIRONMENT = '''
     """Say a word the way the harbour wants it."""

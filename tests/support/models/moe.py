@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from tiny import load_script
+from support.models.tiny import load_script
 from trireme.algo.packing import Sample
 from trireme.messages import COLUMNS, Routed, build_tokens
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-import forkserver
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run as a script, too
+
+from support.processes import forkserver
 from trireme.base.processes import free_port
 from trireme.config.trainer import TrainerModel
 from trireme.trainer.parallel.mesh import open_world

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from local_packages import write_package
+from support.processes.warm_python import warm_workers
+from support.runs.local_packages import write_package
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.session.wire import Ask, Reply, RunTask
-from warm_python import warm_workers
 
-PACKAGES, SHIPPED = Path(__file__).parent / "environments", Path(__file__).parents[1] / "environments"
+PACKAGES, SHIPPED = Path(__file__).parents[2] / "environments", Path(__file__).parents[3] / "environments"
 SHIPPED_OF_V0 = ("alphabet_sort", "gsm8k", "math_python", "reverse_text", "wiki_search", "wordle")
 GROUP_NUMBERS = itertools.count()
 Use = Callable[[Environment], Awaitable[Any]]

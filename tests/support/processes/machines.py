@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from real_run import REPOSITORY, Process, command
+from support.runs.real_run import REPOSITORY, Process, command
 
 IP = shutil.which("ip") or "/usr/sbin/ip"
 DEADLINE_S = 60.0

@@ -30,7 +30,7 @@ VOCABULARY = 128
 
 
 def load_script(name: str) -> ModuleType:
-    path = Path(__file__).parents[1] / "scripts" / f"{name}.py"
+    path = Path(__file__).parents[3] / "scripts" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

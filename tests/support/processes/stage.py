@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from interrupts import heed_interrupts
+from support.processes.interrupts import heed_interrupts
 from trireme.base.paths import RunPaths, step_folder
 from trireme.config.run import RunConfig
 from trireme.journal.manifest import MANIFEST, Manifest
@@ -110,7 +110,7 @@ LAUNCHER = """
 import sys
 sys.path[:0] = {tests!r}
 from pathlib import Path
-from stage import Stage
+from support.processes.stage import Stage
 from trireme.launch.folder import hold_folder
 from trireme.launch.supervise import supervise
 
@@ -123,7 +123,7 @@ with hold_folder(stage.config.paths) as lock:
 
 def launch(stage: Stage, grace_s: float, **bodies: str) -> subprocess.Popen[bytes]:
     """`supervise` in a process of its own, to be interrupted and killed; what it says is in `launcher.out`."""
-    places = {"tests": [str(Path(__file__).parent)], "folder": str(stage.folder)}
+    places = {"tests": [str(Path(__file__).parents[2])], "folder": str(stage.folder)}
     code = LAUNCHER.format(**places, bodies=bodies, grace_s=grace_s, supervisor=stage.supervisor)
     argv = [sys.executable, "-c", code]
     with open(stage.folder / "launcher.out", "wb") as out:

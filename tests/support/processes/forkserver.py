@@ -36,7 +36,9 @@ from typing import Any, ClassVar, NoReturn
 
 from setproctitle import getproctitle, setproctitle
 
-from warm_python import is_of_this_user
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run as a script, too
+
+from support.processes.warm_python import is_of_this_user
 
 FORKED = ("trireme.cli.orchestrator", "trireme.cli.trainer", "trireme.cli.sft", "trireme.cli.trireme")
 FORKED += ("trireme.cli.inference",)
@@ -402,5 +404,5 @@ def _is_forked(argv: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.modules["forkserver"] = sys.modules["__main__"]
+    sys.modules["support.processes.forkserver"] = sys.modules["__main__"]
     serve(sys.argv[1], int(sys.argv[2]), with_vllm="vllm" in sys.argv[3:])

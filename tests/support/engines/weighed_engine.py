@@ -16,8 +16,8 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from fake_engine import Asked, FakeEngine, WeightWire, build_app, serving
-from tiny_tokenizer import END, write_tokenizer
+from support.engines.fake_engine import Asked, FakeEngine, WeightWire, build_app, serving
+from support.models.tiny_tokenizer import END, write_tokenizer
 from trireme.algo.digest import tensor_digest
 from trireme.messages import InitInfo, UpdateInfo
 from trireme.transport.weights.backends import open_receiver

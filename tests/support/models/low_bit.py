@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from families import save_family
+from support.models.families import save_family
 
 BLOCK = 128
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}

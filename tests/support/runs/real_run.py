@@ -17,15 +17,15 @@ import httpx
 import psutil
 from safetensors import safe_open
 
-import forkserver
-from interrupts import heed_interrupts
+from support.processes import forkserver
+from support.processes.interrupts import heed_interrupts
 from trireme.base.paths import RunPaths, step_folder
 from trireme.base.processes import die_with_parent, free_port
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
 from trireme.monitor.metrics import Row, read_metrics
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[3]
 QUICKSTART = "configs/reverse-text/rl.toml"
 SYNCHRONOUS = "tests/e2e/synchronous.toml"
 DEADLINE_S = 900.0  # far above anything that was ever seen: a test that gets there hangs

@@ -1,7 +1,7 @@
 """`rl` with a scripted engine in place of vLLM; all else is the real thing.
 
-python tests/scripted_rl.py @ tests/e2e/scripted.toml --output-dir FOLDER
-python tests/scripted_rl.py vf-rl @ FILE                 the same of `vf-rl`
+python tests/support/engines/scripted_rl.py @ tests/e2e/scripted.toml --output-dir FOLDER
+python tests/support/engines/scripted_rl.py vf-rl @ FILE                 the same of `vf-rl`
 """
 
 import sys

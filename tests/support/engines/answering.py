@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from fake_chat import served
+from support.engines.fake_chat import served
 from trireme.base.processes import free_port
 from trireme.messages import Reply, Request
 from trireme.transport.control import ControlServer

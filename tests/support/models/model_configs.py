@@ -8,7 +8,7 @@ import pytest
 
 SUFFIXES = ("-Instruct", "-Instruct-2507", "-Thinking-2507")
 
-MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data/published_models.json").read_text())
+MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data/published_models.json").read_text())
 """Facts of published config.json files, in their shape, without the keys that play no part in sizes or verdicts."""
 
 
