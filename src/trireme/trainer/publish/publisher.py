@@ -36,7 +36,7 @@ from trireme.trainer.publish.outgoing import OutgoingWeights, Part
 from trireme.trainer.publish.probe import compute_noise, compute_probe
 from trireme.transport.control import ControlClient
 from trireme.transport.weights.backends import open_sender
-from trireme.transport.weights.buckets import num_bytes, split_into_buckets
+from trireme.transport.weights.buckets import num_bytes
 from trireme.transport.weights.transfer import Sender
 
 log = get_logger("publish")
@@ -211,11 +211,7 @@ class Publisher:
         self._failures_in_a_row = 0
 
     def _send_until_sent(self, version: int, *, everywhere: bool) -> None:
-        # An announcement may pause engines: these get it after the probe, the others get ready while it is computed.
-        ready = self._number_attempt(version, everywhere=everywhere)
-        if self._control is not None and self._engines_keep_serving:
-            self._control.tell(ready)
-        probe = self._probe(version)
+        probe = self._probe(version)  # before the announcement, which may pause engines
 
         # Weights that are not finite would spoil every rollout, so they never reach an engine.
         if not self._world.agree(all(map(math.isfinite, (*probe.logprobs, probe.noise)))):
@@ -226,24 +222,8 @@ class Publisher:
                 + ("Lower `trainer.optim.lr`." if version else "Use a model whose weights are whole.")
             )
 
-        while not self._world.agree(self._attempt(ready, probe)):
+        while not self._world.agree(self._attempt(version, probe, everywhere=everywhere)):
             self._back_off(version)
-            ready = self._number_attempt(version, everywhere=everywhere)
-
-    @property
-    def _engines_keep_serving(self) -> bool:
-        """Return whether engines serve requests from an announcement until all is sent, as far as the trainer knows.
-
-        Such an engine is on a CPU, has one core and room for both versions (`orchestrator/weights/engine_update.py`),
-        and does not block in `join` until the sender comes.
-        """
-        config = self._config
-        return (
-            (config.device, config.weight_broadcast.type) == ("cpu", "gloo")
-            and config.inference.arg("data-parallel-size") in (None, 1)
-            and len(split_into_buckets(self._weights.specs, config.weight_broadcast.bucket_mib << 20)) == 1
-            and self._confirmed_epoch is not None
-        )
 
     def _probe(self, version: int) -> Probe:
         """Compute a version's probe, and the noise by which it is judged when that is due, or after a failure."""
@@ -274,10 +254,11 @@ class Publisher:
 
         time.sleep(min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** (self._failures_in_a_row - 1)))
 
-    def _number_attempt(self, version: int, *, everywhere: bool) -> PolicyReady:
-        """Return the announcement of the next attempt. By its number the orchestrator knows the newer one of two."""
+    def _attempt(self, version: int, probe: Probe, *, everywhere: bool) -> bool:
+        """Announce and send a version; return whether it is sent, or live already. A collective."""
+        # Attempts are numbered, so that the orchestrator knows which of two announcements is the newer one.
         self._num_attempts += 1
-        return PolicyReady(
+        ready = PolicyReady(
             run_id=self._config.run_id,
             version=version,
             incarnation=self._incarnation,
@@ -289,8 +270,6 @@ class Publisher:
             port=self._config.ports.weights or 0,
         )
 
-    def _attempt(self, ready: PolicyReady, probe: Probe) -> bool:
-        """Announce and send a version; return whether it is sent, or live already. A collective."""
         # All ranks follow rank 0's answer, because gathering the weights needs all of them.
         answer = self._announce(ready) if self._control is not None else None
         kind = _ANSWERS[self._world.agree(_ANSWERS.index(type(answer)) if answer is not None else 0)]
@@ -310,10 +289,9 @@ class Publisher:
         # The sender stops early if no engine takes what it sends any more.
         if self._sender is not None:
             self._sender.is_wanted = lambda: self._is_wanted(ready, epoch)
-        payload = self._send(ready.version, specs, parts)
+        payload = self._send(version, specs, parts)
         if not self._world.agree(payload is not None):
-            # An attempt that had to wait for room is no failure.
-            self._failures_in_a_row -= self._world.agree(self._wait_for_room(ready.version))
+            self._failures_in_a_row -= self._world.agree(self._wait_for_room(version))  # it had to wait: no failure
             return False
         reach("trainer.sent", rank=self._world.rank)
 
@@ -322,13 +300,13 @@ class Publisher:
         if self._control is not None:
             sent = PolicySent(
                 run_id=self._config.run_id,
-                version=ready.version,
-                attempt=ready.attempt,
+                version=version,
+                attempt=self._num_attempts,
                 digests=digests,
                 probe=probe,
                 payload=payload or {},
             )
-        self._unconfirmed = Unconfirmed(ready.version, ready.everywhere, epoch, sent)
+        self._unconfirmed = Unconfirmed(version, everywhere, epoch, sent)
         return True
 
     def _is_wanted(self, ready: PolicyReady, epoch: str | None) -> bool:
