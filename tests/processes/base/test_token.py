@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +104,10 @@ def test_every_route_but_health_requires_the_token(secret: str) -> None:
         assert friend.receive_text() == "in"
 
 
-def test_orchestrator_keeps_its_token_from_environments(tmp_path: Path, secret: str) -> None:
-    code = """
-        import os
-
-        def dataset():
-            return [{"prompt": f"say {i}", "answer": ""} for i in range(8)]
-
-        def reward(completion, answer):
-            return float("TRIREME_TOKEN" not in os.environ)
-    """
-    outcome = run(build_config(tmp_path, code), engine={"token": secret})
+def test_orchestrator_shows_its_token_with_every_engine_request(tmp_path: Path, secret: str) -> None:
+    outcome = run(build_config(tmp_path), engine={"token": secret})
     assert (outcome.error, len(outcome.records)) == (None, 3)
     assert outcome.engine.shown == {f"Bearer {secret}"}
-    assert {rollout.reward for record in outcome.records for rollout in record.rollouts} == {1.0}
 
 
 def test_an_engine_with_another_token_never_counts_as_there(secret, monkeypatch, caplog):
@@ -253,11 +243,8 @@ def hearing(port: int | None = None) -> Iterator[tuple[str, list[Request]]]:
 
 
 def ask(address: str, *, deadline_s: float = DEADLINE_S) -> object:
-    client = ControlClient(address, Waits("trainer"), ask_again_s=SOON_S)
-    try:
+    with closing(ControlClient(address, Waits("trainer"), ask_again_s=SOON_S)) as client:
         return client.ask(QUESTION, what="leave", deadline_s=deadline_s)
-    finally:
-        client.close()
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(SECRET, OTHER), (SECRET, None), (None, SECRET)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.models.tiny import are_equal, content_of, open_exporter, open_state, open_store, train_until
+from support.models.tiny import are_equal, content_of, open_exporter, open_state, open_store, save_run, train_until
 from support.processes.limits import file_size_limit, fill, small_disk
 from support.processes.rank_processes import run_rank, run_ranks
 from support.processes.stage import until
@@ -62,14 +62,11 @@ def train_and_save(model: Path, folder: Path, world: World) -> None:
     faults.mkdir()
     os.environ["TRIREME_FAULTS"] = f"folder={faults}"
     state = open_state(model, world)
-    exporter = open_exporter(folder / "weights", model, state.model, world)
-    store = open_store(folder / "checkpoints", world, exporter=exporter)
     for version in (1, 2):
         train_until(state, world, until=version)
         if version == 2:
             (faults / folder.name).write_text("kill")
-        store.save(state)
-        store.wait()
+        save_run(folder, state, model, world)
 
 
 @pytest.mark.parametrize(("point", "version"), POINTS.items())

@@ -29,7 +29,6 @@ from trireme.config.run import RunConfig
 from trireme.messages import Live, NotYet, Ok, PolicyReady, PolicySent, Probe, Refusal, Reply, Request, encode
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.session import wire
-from trireme.orchestrator.session.session import RolloutFailed
 from trireme.orchestrator.status import STUCK_S, Status, serve_status
 from trireme.orchestrator.trainer_requests import Peers
 from trireme.transport import control
@@ -449,32 +448,25 @@ GARBLING = f"""
 import os, pathlib, sys, time
 
 def dataset():
-    return [{{"prompt": "say it", "answer": garbage}} for garbage in ("once", "unknown, once", "always", "")]
+    return [{{"prompt": "say it", "answer": ""}}]
 
-def reward(completion, answer):
-    once = pathlib.Path(__file__).with_name(answer or "never")
-    if answer and not once.exists():
-        if answer != "always":
-            once.touch()
-        os.write(int(sys.argv[1]), {UNKNOWN!r} if "unknown" in answer else b"\\x00\\xffgarbage\\n")
+def reward(completion):
+    once = pathlib.Path(__file__).with_name("once")
+    if not once.exists():
+        once.touch()
+        os.write(int(sys.argv[1]), {UNKNOWN!r})
         time.sleep(0.1)
     return 1.0
 """
 
 
-def test_worker_that_sends_garbage_is_restarted(tmp_path, caplog):
+def test_worker_that_ends_a_rollout_it_never_had_is_restarted(tmp_path, caplog):
     async def use(environment: Environment) -> None:
-        for index in range(2):
-            assert (await run_one(environment, says("x"), index)).reward == 1.0
-            assert environment.num_restarts == index + 1
-        rollouts = [run_one(environment, says("x"), 3, task=f"r{number}") for number in range(3)]
-        failed, *done = await asyncio.gather(run_one(environment, says("x"), 2), *rollouts, return_exceptions=True)
-        assert isinstance(failed, RolloutFailed)
-        assert re.search(r"(?s)worker died.*bytes that are no message", failed.error)
-        assert [each.task for each in done] == ["r0", "r1", "r2"]
+        assert (await run_one(environment, says("x"))).reward == 1.0
+        assert environment.num_restarts == 1
 
     with_environment(tmp_path, write(tmp_path, GARBLING), use)
-    assert ", and was killed (log: " in caplog.text
+    assert re.search(r"about a rollout that it never had, 'r1\.7', and was killed \(log: ", caplog.text)
 
 
 @pytest.fixture

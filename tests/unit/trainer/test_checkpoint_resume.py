@@ -66,12 +66,6 @@ def test_checkpoint_saved_again_replaces_the_earlier_one(copy, model, world):
     assert sorted(path.name for path in copy.iterdir()) == ["step_1", "step_2"]
 
 
-def test_another_models_checkpoint_is_refused_with_what_differs(tmp_path, saved_1_and_2, world):
-    state = tiny.open_state(tiny.save_tiny_model(tmp_path / "model", hidden=128), world)
-    with pytest.raises(ConfigError, match=r"model\.embed_tokens\.weight with shape \[128, 64\].* \[128, 128\]"):
-        load_checkpoint(state, saved_1_and_2 / "step_2", rank=0)
-
-
 def test_no_changed_bit_of_a_manifest_makes_another_state_of_a_checkpoint(copy):
     path = copy / "step_2" / MANIFEST
     whole, content = path.read_bytes(), read_manifest(copy / "step_2")

@@ -318,17 +318,6 @@ def test_versions_that_engines_confirmed_are_published_only_if_they_differ(open_
     assert [ready.version for ready in orchestrator.attempts] == [5, 6]
 
 
-def test_engines_confirm_while_the_trainer_computes(open_stand):
-    stand = open_stand()
-    stand.publisher.send(3)
-    assert stand.publisher.is_confirming
-    stand.publisher.confirm()
-    assert not stand.publisher.is_confirming
-    first, told, asked = stand.orchestrator.asked
-    assert isinstance(first, PolicyReady)
-    assert told == asked  # the same question, so it has the same answer
-
-
 def test_noise_of_a_probe_is_measured_every_16_versions_or_on_failure(open_stand):
     failures = [Again(reason="the noise was that of version 0")]
     is_lost = lambda asked: isinstance(asked, PolicySent) and asked.version == 5 and failures  # noqa: E731

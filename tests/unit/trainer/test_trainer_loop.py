@@ -117,6 +117,8 @@ def test_every_version_is_confirmed_before_the_next_is_made(straight):
         expected += [("PolicyReady", step), ("PolicySent", step), ("GetBatch", step), ("PolicySent", step)]
     last = [("PolicyReady", STEPS), ("PolicySent", STEPS), ("PolicySent", STEPS), ("Done", STEPS)]
     assert straight.story() == [*expected, *last]
+    sent = [request for request in straight.asked if isinstance(request, messages.PolicySent)]
+    assert sent[::2] == sent[1::2]  # the same question, so it has the same answer
     assert isinstance(straight.asked[-1], messages.Done)
     assert len({str(digests) for digests in straight.digests().values()}) == STEPS + 1  # each step changes the weights
 
