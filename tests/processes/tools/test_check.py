@@ -31,12 +31,11 @@ PLAIN = "def dataset():\n    return [{'prompt': 'p'}]\n\n\ndef reward(completion
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def here(here, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     monkeypatch.setenv("UV_OFFLINE", "1")
-    return tmp_path
+    return here
 
 
 def checked(capsys, *words: str | int | Path) -> tuple[int, dict[str, Any]]:

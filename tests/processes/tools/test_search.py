@@ -30,8 +30,7 @@ CODE = textwrap.dedent(ENVIRONMENT)
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def harbour(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     Path("harbour.py").write_text(CODE)
 

@@ -131,14 +131,13 @@ def test_no_key_in_any_order_breaks_it_whatever_the_size(tmp_path):
     view(tmp_path, script)
 
 
-def test_what_cannot_be_shown_is_refused_before_the_screen_is_taken(tmp_path, monkeypatch):
+def test_what_cannot_be_shown_is_refused_before_the_screen_is_taken(here):
     with pytest.raises(ConfigError, match=r"gone does not exist. Expected .* Check the path"):
-        eval_view([str(tmp_path / "gone")])
-    monkeypatch.chdir(tmp_path)
+        eval_view([str(here / "gone")])
     with pytest.raises(ConfigError, match="outputs does not exist"):
         eval_view([])
     with pytest.raises(ConfigError, match="needs a terminal"):
-        eval_view([str(tmp_path)])
+        eval_view([str(here)])
 
 
 def test_eval_view_runs_in_a_real_terminal_until_q_is_pressed(tmp_path):

@@ -41,14 +41,14 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def vf_file(tmp_path: Path) -> str:
-    (tmp_path / "vf.toml").write_text(VF)
-    return str(tmp_path / "vf.toml")
+    (file := tmp_path / "vf.toml").write_text(VF)
+    return str(file)
 
 
 @pytest.fixture
 def flat_file(tmp_path: Path) -> str:
-    (tmp_path / "flat.toml").write_text(FLAT)
-    return str(tmp_path / "flat.toml")
+    (file := tmp_path / "flat.toml").write_text(FLAT)
+    return str(file)
 
 
 def test_printed_vf_rl_translation_loads_as_a_run_configuration(vf_file, capsys):

@@ -24,7 +24,6 @@ RL = [
     ("", gpus(2), "0 dp1 tp1 | 1 x1 | nccl"),
     ("", gpus(3), "0,1 dp2 tp1 | 2 x1 | nccl"),
     ("", gpus(4), "0,1 dp2 tp1 | 2,3 x2 | nccl"),
-    ("", gpus(8), "0,1,2,3 dp4 tp1 | 4,5,6,7 x4 | nccl"),
     ("", NAMED, "GPU-a,6 dp2 tp1 | 4 x1 | nccl"),
     # a side without a setting takes what the other leaves
     ("--inference-gpus 6 --trainer-gpus 2", gpus(8), "0,1,2,3,4,5 dp6 tp1 | 6,7 x2 | nccl"),
@@ -38,7 +37,6 @@ RL = [
     (f"{HALF} 1,0 --weight-broadcast.type filesystem", gpus(2), "0,1 dp2 tp1 | 1,0 x2 | filesystem"),
     # parallelism
     ("--inference.parallel.tp 2", gpus(8), "0,1,2,3 dp2 tp2 | 4,5,6,7 x4 | nccl"),
-    ("--inference.parallel.tp 4", gpus(8), "0,1,2,3 dp1 tp4 | 4,5,6,7 x4 | nccl"),
     ("--inference.parallel.tp 2 --inference-gpus 3", gpus(4), "no: ... takes 2 GPUs ... has 3 ... `tp = 3`"),
     ("--inference.parallel.tp 2", gpus(2), "no: ... takes 2 GPUs ... has 1"),
     ("--inference.parallel.dp 1", gpus(4), "no: ... dp = 1 takes 1 GPUs ... has 2 ... `dp = 2`"),
@@ -60,7 +58,6 @@ ALONE = [
     # on one machine as `rl` splits it
     ("", gpus(1), "0 dp1 tp1 :8000 | :8001,5555 | 0 x1 :5556 | ipc"),
     ("", gpus(2), "0 dp1 tp1 :8000 | :8001,5555 | 1 x1 :5556 | nccl"),
-    ("", gpus(8), "0,1,2,3 dp4 tp1 :8000 | :8001,5555 | 4,5,6,7 x4 :5556 | nccl"),
     ("--inference-gpus 3 --trainer-gpus 1", gpus(4), "0,1,2 dp3 tp1 :8000 | :8001,5555 | 3 x1 :5556 | nccl"),
     ("--inference-gpu-ids 1,0 --trainer-gpu-ids 3,2", gpus(4), "1,0 dp2 tp1 :8000 | :8001,5555 | 3,2 x2 :5556 | nccl"),
     ("--ports.batches 1 --ports.weights 2", gpus(2), "0 dp1 tp1 :8000 | :8001,1 | 1 x1 :2 | nccl"),

@@ -221,7 +221,6 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
         ("[orchestrator.sampling]\ntop_k = -2", "top_k = -2` - expected integer >= -1"),
         ("[orchestrator.buffer.pools]\nnormal_weight = 0", "expected number > 0 ... never seen: at 0"),
         ("[[orchestrator.env]]\nargs = {}", "a.toml: `orchestrator.env[0].id` is missing - expected text"),
-        ('[trainer.model]\nac = "full"', 'ac = "full"` - expected table ...     [trainer.model.ac]\n    freq = 1'),
         ('[orchestrator]\nenv = ["x"]', '    [[orchestrator.env]]\n    id = "x"'),
         ('model = "Qwen/Qwen3-0.6B"', '    [model]\n    name = "Qwen/Qwen3-0.6B"'),
         ('[trainer.loss]\ntype = "default"', 'expected importance ... `type = "custom"` ... Leave it out'),

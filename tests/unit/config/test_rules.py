@@ -166,8 +166,6 @@ def test_a_rule_refuses_what_is_wrong_and_accepts_what_is_next_to_it(refused, ac
 @pytest.mark.parametrize(
     ("flags", "on"),
     [
-        ("", GPUS),
-        ("", gpus(1)),
         (f"@ {ROOT / 'tests/data/guide_example.toml'}", GPUS),
         (f"@ {ROOT / 'configs/reverse-text/lora.toml'}", CPU),
         ("--orchestrator.sampling.seed 7", GPUS),

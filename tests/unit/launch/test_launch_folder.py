@@ -17,15 +17,7 @@ from trireme.base.token import KEY_FILE
 from trireme.config.files import command_without_secrets, read_run, write_process_files, write_run
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
-from trireme.launch.folder import (
-    LOCKS,
-    RUN_ENTRIES,
-    hold,
-    hold_folder,
-    launcher_of,
-    move_aside,
-    prepare_folder,
-)
+from trireme.launch.folder import LOCKS, RUN_ENTRIES, hold, hold_folder, launcher_of, move_aside, prepare_folder
 from trireme.monitor.metrics import MetricsFile
 from trireme.tools.run_reader import RunReader
 from trireme.trainer.sft.dataset import SampleWriter

@@ -154,8 +154,6 @@ def test_doctor_names_indexed_weights_missing_from_the_model_folder(tmp_path):
     assert expect([check_folder(tmp_path)], "ok", "2 files").figures["tensors"] == 2
     save_file({"another": np.ones(3, np.float32)}, tmp_path / names[1])
     refused(tmp_path, f"names {names[1]}")
-    (tmp_path / names[1]).unlink()
-    refused(tmp_path, names[1])
 
 
 def test_a_damaged_file_is_found_by_its_own_header(folder):

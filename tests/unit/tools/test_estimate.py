@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from runpy import run_path
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from support.models.families import HYBRIDS, MROPE, build_config
 from support.models.model_configs import MODELS, cache_models
+from support.runs.resolved_runs import refusals, resolved
 from trireme.algo.model.activations import Pass
 from trireme.algo.model.architecture import architecture_of, is_known
 from trireme.algo.model.chips import CHIPS, GIB
@@ -21,8 +23,6 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.cli.inference import inference
 from trireme.config.files import write_run
-from trireme.config.load import load_run_config
-from trireme.config.resolve import resolve
 from trireme.config.rules import launch_problems
 from trireme.config.run import RunConfig
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel, Vlm
@@ -52,7 +52,7 @@ def config_file(tmp_path: Path) -> Path:
 
 def estimated(file: Path, *flags: str, gpu: str | None = "h100", gpus: int = 8, **lengths: Any) -> Estimate:
     machine = describe_machine(Devices(cores=16), gpu=gpu, gpus=gpus)
-    config = resolve(load_run_config(["@", str(file), *flags], program="rl")[0], machine.devices)
+    config = resolved(shlex.join(["@", str(file), *flags]), on=machine.devices)
     return estimate_run(config, read_sizes(str(config.trainer.model.name)), machine, lengths_of(config, **lengths))
 
 
@@ -178,13 +178,12 @@ def test_a_model_that_a_run_would_refuse_is_refused_by_its_plan(config_file, des
     with pytest.raises(ConfigError, match=words):
         plan([*argv, "--gpus", "0"])
     here = Devices(cores=2)
-    refused = launch_problems(resolve(load_run_config(argv, program="rl")[0], here), here)
+    refused = launch_problems(resolved(shlex.join(argv), on=here), here)
     assert any(words in problem for problem in refused)
 
 
 def test_a_model_in_the_hubs_cache_is_refused_as_one_in_a_folder():
-    argv = ["--model.name", "mistralai/Mistral-Small-3.2-24B-2506", "--orchestrator.env", '[{id = "a"}]']
-    (problem,) = launch_problems(resolve(load_run_config(argv, program="rl")[0], TWO_GPUS), TWO_GPUS)
+    (problem,) = refusals("--model.name mistralai/Mistral-Small-3.2-24B-2506", on=TWO_GPUS, at_launch=True)
     assert "no causal language model for mistral3" in problem
 
 
@@ -216,8 +215,8 @@ def test_a_run_on_a_machine_that_is_too_small_is_warned(config_file, tmp_path, m
     write_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H100 80GB HBM3, 81559, 550'")
 
     def warned(model: str, *flags: str, devices: Devices) -> list[str]:
-        typed = ["@", str(config_file), "--model.name", model, *flags]
-        return fit_warnings(resolve(load_run_config(typed, program="rl")[0], devices), devices)
+        typed = shlex.join(["@", str(config_file), "--model.name", model, *flags])
+        return fit_warnings(resolved(typed, on=devices), devices)
 
     (warning,) = warned("Qwen/Qwen2.5-7B", devices=TWO_GPUS)
     assert "this may not fit: the trainer needs" in warning
@@ -234,8 +233,8 @@ ONE_GPU = Devices(gpus=("0",), cores=8)
 
 def sized(file: Path, *flags: str, devices: Devices = ONE_GPU) -> dict[str, Any]:
     """Return the arguments of vLLM that an engine of Qwen3-0.6B gets when it starts."""
-    typed = ["@", str(file), "--model.name", "Qwen/Qwen3-0.6B", *flags]
-    return size_kv_cache(resolve(load_run_config(typed, program="rl")[0], devices), devices).inference.args
+    typed = shlex.join(["@", str(file), "--model.name", "Qwen/Qwen3-0.6B", *flags])
+    return size_kv_cache(resolved(typed, on=devices), devices).inference.args
 
 
 def test_an_engine_on_the_trainers_gpu_is_told_the_planned_kv_cache(config_file, tmp_path, monkeypatch):
@@ -255,8 +254,8 @@ def test_only_an_engine_that_shares_a_gpu_starts_with_a_given_kv_cache(devices, 
     served: list[RunConfig] = []
     monkeypatch.setattr("trireme.inference.server.serve", served.append)
     monkeypatch.setattr("trireme.cli.inference.detect_devices", lambda: devices)
-    typed = ["@", str(config_file), "--model.name", "Qwen/Qwen3-0.6B"]
-    write_run(resolve(load_run_config(typed, program="rl")[0], devices), config_file.with_name("run.json"))
+    config = resolved(f"@ {config_file} --model.name Qwen/Qwen3-0.6B", on=devices)
+    write_run(config, config_file.with_name("run.json"))
     inference(["--run", str(config_file.with_name("run.json"))])
     assert ("kv-cache-memory-bytes" in served[0].inference.args) is is_told
 

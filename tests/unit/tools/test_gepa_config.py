@@ -29,7 +29,7 @@ from trireme.tools.policies.selection import PolicyWanted
 REPOSITORY = Path(__file__).parents[3]
 
 
-def test_gepa_candidate_replaces_the_system_prompt_of_an_environment(tmp_path, monkeypatch):
+def test_gepa_candidate_replaces_the_system_prompt_of_an_environment(here):
     asked: list[list[dict[str, Any]]] = []
 
     async def ask(question: Ask) -> Reply:
@@ -47,9 +47,8 @@ def test_gepa_candidate_replaces_the_system_prompt_of_an_environment(tmp_path, m
         assert (loaded.columns, loaded.state_keys) == ({}, [])
         assert (tried.columns, tried.state_keys) == ({"heard": "sea"}, ["answer", "heard", "prompt"])
 
-    monkeypatch.chdir(tmp_path)
     Path("harbour.py").write_text(textwrap.dedent(ENVIRONMENT))
-    with_environment(tmp_path, "harbour.py", use, args={"system_prompt": "Be quiet."})
+    with_environment(here, "harbour.py", use, args={"system_prompt": "Be quiet."})
 
 
 @pytest.mark.parametrize(
@@ -83,8 +82,7 @@ def test_flags_mean_what_keys_of_a_file_mean(tmp_path):
         assert loaded == GepaConfig.model_validate(keys)
 
 
-def test_gepa_reflection_model_defaults_to_the_endpoint_of_the_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_gepa_reflection_model_defaults_to_the_endpoint_of_the_model(here, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "mine")
     Path("endpoints.toml").write_text('[large]\nmodel = "org/large"\nurl = "http://127.0.0.1:2/v1"\nkey = "two"\n')
     Path("folder").mkdir()

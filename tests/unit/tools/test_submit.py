@@ -186,17 +186,9 @@ def test_machines_are_whole_and_the_first_are_the_engines(flags, keys, expected)
     assert plan_nodes(updated(RunConfig(), keys), **flags) == ClusterPlan(*expected)
 
 
-def test_the_orchestrator_is_on_the_trainers_first_machine():
-    plan = ClusterPlan(num_nodes=4, gpus_per_node=8, num_engines=2)
-    found = {name: list(machines) for name, machines in plan.machines.items()}
-    assert (found, plan.leader) == ({"inference": [0, 1], "orchestrator": [2], "trainer": [2, 3]}, 2)
-    assert plan.describe()[2] == "machine 2  orchestrator, trainer on 8 GPUs"
-
-
 @pytest.mark.parametrize(
     ("flags", "keys", "words"),
     [
-        ({}, {}, "`--gpus-per-node 8`, or 0"),
         (TWO, {"hosts.trainer": ("a",)}, r"has a table `\[hosts\]`"),
         (TWO | {"nodes": 1}, {"inference_gpus": 8, "trainer_gpus": 8}, "Write `--nodes 2`"),
         (TWO, {"inference_gpu_ids": (0,)}, "Write `--inference-nodes`"),

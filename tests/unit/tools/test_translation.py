@@ -97,12 +97,6 @@ def test_what_the_reference_gives_as_defaults_holds():
             {"orchestrator.batch_size": 64, "orchestrator.rollouts_per_example": 8}
             | {"trainer.micro_batch_tokens": 4 * 2048},
         ),
-        (
-            vf({}, (3, 2)),
-            EIGHT,
-            {"inference_gpu_ids": [0, 1, 2], "trainer_gpu_ids": [3, 4], "trainer.num_ranks": 2}
-            | {"trainer.model.optimization_dtype": "bfloat16"},
-        ),
         (vf({}), ONE, {"inference_gpu_ids": [0], "trainer_gpu_ids": [0], "weight_broadcast.type": "ipc"}),
         (vf({}, (3, 5), {"port": 8001}), CPU, {"device": "cpu", "inference.server.port": 8001}),
         # flags of vLLM that have keys of their own, and one that is passed through
@@ -159,7 +153,6 @@ def test_translation_notes_every_given_key_it_sets_or_ignores():
         (vf({"rollouts_per_example": 16, "num_generations": 8}), "Remove one of the two"),
         (vf({"batch_size": 100, "gradient_accumulation_steps": 8}), "gradient_accumulation_steps"),
         (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
-        ({"model": "m"}, "`inference`"),
         (FLAT | {"lora_rank": 8}, "use_lora"),
         (FLAT | {"difficulty_threshold": 0.3}, "use_difficulty_filtering"),
     ],

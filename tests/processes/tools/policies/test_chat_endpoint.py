@@ -44,23 +44,14 @@ def test_tool_calls_and_thinking_of_an_endpoint_reach_the_environment():
     chat = FakeChat()
     call = {"id": "x7", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     chat.answers = lambda number: (200, completion(None, tool_calls=[call], reasoning_content="hm"))
-    asked_for = {
-        "n": 3,
-        "stream": True,
-        "max_tokens": 5,
-        "top_k": 2,
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    reply = reply_of(chat, tools=[{"type": "function"}], sampling=asked_for)
+    sampling = {"max_tokens": 5, "top_k": 2, "chat_template_kwargs": {"enable_thinking": False}}
+    of_the_command = {"n": 3, "stream": True}
+    reply = reply_of(chat, tools=[{"type": "function"}], sampling=sampling | of_the_command)
     assert [(call.id, call.name, call.arguments) for call in reply.tool_calls or []] == [("x7", "add", '{"a": 1}')]
     assert (reply.content, reply.reasoning, reply.finish_reason) == (None, "hm", "tool_calls")
     [asked] = chat.requests
-    asked_for |= {"model": "grand-model", "temperature": 1.0, "tools": [{"type": "function"}]}
-    assert {name: asked[name] for name in asked if name != "messages"} == {
-        name: value
-        for name, value in asked_for.items()
-        if name not in ("n", "stream")  # these are the command's
-    }
+    expected = sampling | {"model": "grand-model", "temperature": 1.0, "tools": [{"type": "function"}]}
+    assert {name: asked[name] for name in asked if name != "messages"} == expected
 
 
 @pytest.mark.parametrize(

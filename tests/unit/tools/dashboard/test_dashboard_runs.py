@@ -1,7 +1,6 @@
 """What the dashboard reads from the folders of runs, as they grow and if they are damaged, and how it draws it."""
 
 import ast
-import asyncio
 import errno
 import json
 import math
@@ -11,14 +10,15 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
-import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from support.engines.answering import answering_http
 from support.models.tiny_pictures import picture_file
@@ -266,20 +266,11 @@ def test_downsampled_series_keeps_its_lowest_and_highest_points(values: list[flo
 
 
 SECRET = "0123456789abcdef0123456789abcdef"
+PAGE = PlainTextResponse("rollouts")
 
 
-async def hello(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"rollouts"})
-
-
-def ask(key: str | None, *steps: dict[str, Any], app: Any = hello) -> list[httpx.Response]:
-    async def go() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app=RequireKey(app, key))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8050") as browser:
-            return [await browser.get(step.pop("url", "/"), **step) for step in steps]
-
-    return asyncio.run(go())
+def browser(key: str | None, app: Any = PAGE) -> TestClient:
+    return TestClient(RequireKey(app, key), base_url="http://127.0.0.1:8050")
 
 
 @pytest.mark.parametrize(
@@ -294,13 +285,13 @@ def ask(key: str | None, *steps: dict[str, Any], app: Any = hello) -> list[httpx
     ],
 )
 def test_on_loopback_only_this_machines_own_pages_are_answered(name, value, status):
-    (answer,) = ask(None, {"headers": {name: value}})
-    assert answer.status_code == status
+    assert browser(None).get("/", headers={name: value}).status_code == status
 
 
 def test_the_key_of_the_address_opens_and_is_remembered():
     key = key_of(SECRET)
-    first, with_key, afterwards = ask(key, {}, {"url": f"/?{KEY}={key}"}, {})
+    user = browser(key)
+    first, with_key, afterwards = (user.get(address) for address in ("/", f"/?{KEY}={key}", "/"))
     assert [answer.status_code for answer in (first, with_key, afterwards)] == [401, 200, 200]
     assert "HttpOnly" in with_key.headers["set-cookie"]
     for word in ("frame-ancestors 'self'", "connect-src 'self'"):  # what it may talk to, and who may embed it
@@ -308,7 +299,7 @@ def test_the_key_of_the_address_opens_and_is_remembered():
     assert with_key.headers["x-content-type-options"] == "nosniff"
     assert b"rollouts" not in first.content
     for wrong in ("", "x", key[:-1], SECRET, "%ff"):
-        assert [answer.status_code for answer in ask(key, {"url": f"/?{KEY}={wrong}"})] == [401]
+        assert browser(key).get(f"/?{KEY}={wrong}").status_code == 401
 
 
 def test_dashboard_needs_a_token_if_other_machines_reach_it(monkeypatch, tmp_path):
@@ -324,10 +315,10 @@ def test_dashboard_needs_a_token_if_other_machines_reach_it(monkeypatch, tmp_pat
 
 
 def test_a_websocket_without_the_key_is_closed():
-    receive, send = AsyncMock(return_value={"type": "websocket.connect"}), AsyncMock()
-    scope = {"type": "websocket", "path": "/", "headers": [(b"host", b"127.0.0.1:1")], "query_string": b""}
-    asyncio.run(RequireKey(hello, key_of(SECRET))(scope, receive, send))
-    send.assert_awaited_once_with({"type": "websocket.close", "code": 1008})
+    connection = browser(key_of(SECRET)).websocket_connect("ws://127.0.0.1:8050/")
+    with pytest.raises(WebSocketDisconnect) as closed, connection:
+        pass
+    assert closed.value.code == 1008
 
 
 def test_dashboard_refuses_a_requested_port_that_is_taken(monkeypatch):
@@ -348,7 +339,7 @@ def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path: Path) 
     library.search()
     serve_pictures(app, library)
     addresses = [f"{good}?run=run", good, f"{good}?run=other", f"{changed}?run=run", f"..%2f{good}?run=run", "a" * 64]
-    first, *others = ask(None, *({"url": f"/pictures/{each}"} for each in addresses), app=app)
+    first, *others = (browser(None, app).get(f"/pictures/{each}") for each in addresses)
     assert (first.status_code, first.headers["content-type"]) == (200, "image/png")
     assert first.content == files.read(good)
     assert {answer.status_code for answer in others} == {404}

@@ -255,9 +255,7 @@ def test_a_search_finds_what_the_viewer_finds(rich_run: RunConfig, table: Rollou
     assert found(table, line) == found_by_the_viewer(rich_run, line)
 
 
-def test_rollout_index_follows_changed_damaged_and_removed_batches(
-    tmp_path: Path,
-) -> None:
+def test_rollout_index_follows_changed_damaged_and_removed_batches(tmp_path: Path) -> None:
     run = write_whole_run(tmp_path / "run", batches=4)
     before = {path: path.stat().st_mtime_ns for path in run.paths.root.rglob("*")}
     table = filled(run, tmp_path / "cache")
