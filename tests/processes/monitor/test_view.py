@@ -44,12 +44,12 @@ class Stage:
         self.view = kind(self.config, self.poller, console, clock=lambda: self.now)
         return self.view
 
-    def look(self, view: View | None = None, *, after_s: float = 1.0) -> str:
-        """Return what the view, the newest if not given, shows after so long."""
+    def look(self, *, after_s: float = 1.0) -> str:
+        """Return what the view shows after so long."""
         self.now += after_s
         self.out.seek(0)
         self.out.truncate()
-        (view or self.view).tick(self.processes)
+        self.view.tick(self.processes)
         return self.out.getvalue()
 
     def report(self, step: int, process: str, time_s: float = 0.0, **metrics: float) -> None:
@@ -83,13 +83,12 @@ def test_a_completed_step_and_an_evaluation_are_one_plain_line_each(stage: Stage
 
 
 def test_a_warning_is_a_plain_line_once(stage: Stage) -> None:
-    view = stage.open()
+    stage.open()
     stage.train(0)
     stage.report(1, "trainer", skipped_update=1.0)
-    (said,) = [line for line in stage.look(view).splitlines() if line.startswith("warning")]
+    (said,) = [line for line in stage.look().splitlines() if line.startswith("warning")]
     assert said.startswith("warning at step 2, not_finite: skipped_update is 1: the gradient was not finite. ")
-    assert "warning" not in stage.look(view)
-    assert "warning at step 2, not_finite" in summary(view.progress, stage.config, 1.0)
+    assert "warning" not in stage.look()
 
 
 def test_each_change_of_state_is_a_line_once(stage: Stage) -> None:

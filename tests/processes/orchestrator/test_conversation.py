@@ -228,6 +228,16 @@ def check(conversation: RandomConversation, policy: RandomPolicy, finished: Roll
         assert (finished.truncated, finished.stop) == (ended is not None, ended)
 
 
+def roll_out(play: Any, generate: Any, tokenizer: ChatTokenizer, count: int = 1, **how: Any) -> list[Rollout]:
+    """Roll out so many examples, which `play` plays as an environment and `generate` answers as an engine."""
+    environment: Any = SimpleNamespace(config=how.pop("config", Environment(id="x")), name="x", run=play)
+    environment.uses_gateway = environment.config.agent is not None
+    policy: Any = SimpleNamespace(generate=generate, vocab_size=0)
+    runner = RolloutRunner(RunConfig(), policy, tokenizer, journal=how.pop("journal", None), waits=Waits("test"))
+    specs = [RolloutSpec("train", number, 0, name=f"{number}") for number in range(count)]
+    return [asyncio.run(runner.run(environment, spec, sampling=Sampling(**how))) for spec in specs]
+
+
 def test_retried_rollout_never_gives_two_tool_calls_one_id(tmp_path, tokenizer):
     sampled, ids = tokenizer.encode(f"{CALL}<|im_end|>"), []
 
@@ -249,10 +259,7 @@ def test_retried_rollout_never_gives_two_tool_calls_one_id(tmp_path, tokenizer):
         return Done(task="t", reward=1.0)
 
     config = Environment(id="x", agent={"command": ["x"]})
-    environment: Any = SimpleNamespace(config=config, uses_gateway=True, name="x", run=play)
-    policy: Any = SimpleNamespace(generate=generate, vocab_size=0)
-    runner = RolloutRunner(RunConfig(), policy, tokenizer, journal=tmp_path, waits=Waits("test"))
-    asyncio.run(runner.run(environment, SPEC, sampling=Sampling()))
+    roll_out(play, generate, tokenizer, config=config, journal=tmp_path)
     assert ids == ["call00200", "call00300"]
 
 
@@ -272,11 +279,7 @@ def talk_twice(folder: Path, answers: list[str], template: str = QWEN_3) -> list
         return Turn(ids, [-0.1] * len(ids), [0] * len(ids), "stop")
 
     texts = [text for answer in answers for text in (answer, "")]
-    environment: Any = SimpleNamespace(config=Environment(id="x"), uses_gateway=False, name="x", run=play)
-    policy: Any = SimpleNamespace(generate=generate, vocab_size=0)
-    runner = RolloutRunner(RunConfig(), policy, tokenizer, waits=Waits("test"))
-    specs = [RolloutSpec("train", number, 0, name=f"{number}") for number in range(len(answers))]
-    return [asyncio.run(runner.run(environment, spec, sampling=Sampling())) for spec in specs]
+    return roll_out(play, generate, tokenizer, len(answers))
 
 
 THOUGHT = "<think>\nhm\n</think>\n\n4"
@@ -317,13 +320,8 @@ def test_a_prompt_is_rendered_with_the_most_specific_template_variables(tmp_path
         prompts.append(tokenizer.decode(ids))
         return Turn([END], [-0.1], [0], "stop")
 
-    environment: Any = SimpleNamespace(
-        config=Environment(id="x", chat_template_kwargs={"quiet": "table"}), uses_gateway=False, name="x", run=play
-    )
-    policy: Any = SimpleNamespace(generate=generate, vocab_size=0)
-    runner = RolloutRunner(RunConfig(), policy, tokenizer, waits=Waits("test"))
-    for _ in range(2):
-        asyncio.run(runner.run(environment, SPEC, sampling=Sampling(chat_template_kwargs={"quiet": "run"})))
+    config = Environment(id="x", chat_template_kwargs={"quiet": "table"})
+    roll_out(play, generate, tokenizer, 2, config=config, chat_template_kwargs={"quiet": "run"})
     assert prompts == [f"user\na\nassistant\n{shown}"] * 2
     named = [record.getMessage() for record in caplog.records if "asks for" in record.getMessage()]
     assert len(named) == (shown == "turn" or bool(asked))  # once

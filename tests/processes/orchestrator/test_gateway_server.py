@@ -6,6 +6,7 @@ import socket
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import anthropic
 import httpx
@@ -29,18 +30,16 @@ from trireme.orchestrator.session.wire import Reply
 
 KEY = "key-of-the-first-session"
 CALLS = (ToolCall("call00100", "bash", '{"cmd":  "ls"}'), ToolCall("call00101", "add", '{"a": 1, "b": [2]}'))
+
+
+def calling(*calls: ToolCall, **more: Any) -> Reply:
+    return Reply(**{"call": "t1", "content": "", "tool_calls": calls, "finish_reason": "tool_calls"} | more)
+
+
 TURNS = {
     "thought": Reply(call="t1", content="3", reasoning=" 1 + 2\n", num_prompt=7, num_sampled=9),
-    "calls": Reply(call="t1", content="", tool_calls=CALLS, finish_reason="tool_calls", num_prompt=7, num_sampled=9),
-    "all": Reply(
-        call="t1",
-        content="I look.",
-        reasoning="Hm.",
-        tool_calls=CALLS,
-        finish_reason="tool_calls",
-        num_prompt=7,
-        num_sampled=20,
-    ),
+    "calls": calling(*CALLS, num_prompt=7, num_sampled=9),
+    "all": calling(*CALLS, content="I look.", reasoning="Hm.", num_prompt=7, num_sampled=20),
     "text": Reply(call="t1", content="It is  3.\n", finish_reason="length", num_prompt=7, num_sampled=2),
 }
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
@@ -220,10 +219,8 @@ def test_custom_tools_reach_the_model_as_functions():
     request = read_as("responses", {"input": "Go.", "tools": tools})
     assert [tool["function"]["name"] for tool in request.tools] == ["patch", "crm__find"]
     assert "start: X" in request.tools[0]["function"]["description"]
-    calls = (ToolCall("c1", "patch", '{"input": "*** Begin"}'), ToolCall("c2", "crm__find", "{}"))
-    items = responses.answer(Reply(call="t1", content="", tool_calls=calls, finish_reason="tool_calls"), request)[
-        "output"
-    ]
+    turn = calling(ToolCall("c1", "patch", '{"input": "*** Begin"}'), ToolCall("c2", "crm__find", "{}"))
+    items = responses.answer(turn, request)["output"]
     assert [(i["type"], i["name"], i.get("namespace"), i.get("input")) for i in items] == [
         ("custom_tool_call", "patch", None, "*** Begin"),
         ("function_call", "find", "crm", None),
@@ -234,21 +231,13 @@ def test_custom_tools_reach_the_model_as_functions():
 
 def test_arguments_that_are_no_json_come_back_as_the_model_wrote_them():
     request = read_as("anthropic", {"messages": [{"role": "user", "content": "Go."}]})
-    turn = Reply(call="t1", content="", tool_calls=(ToolCall("c1", "bash", '{"cmd": '),), finish_reason="tool_calls")
-    content = ANTHROPIC.answer(turn, request)["content"]
+    content = ANTHROPIC.answer(calling(ToolCall("c1", "bash", '{"cmd": ')), request)["content"]
     again = read_as("anthropic", {"messages": [{"role": "assistant", "content": content}]}).messages[0]
     assert again["tool_calls"][0]["function"]["arguments"] == '{"cmd": '
 
 
 def test_half_a_surrogate_pair_is_replaced_on_its_way_out_and_in():
-    policy = Policy(
-        Reply(
-            call="t1",
-            content="",
-            tool_calls=(ToolCall("c1", "bash", '{"input": "a\\ud83d"}'),),
-            finish_reason="tool_calls",
-        )
-    )
+    policy = Policy(calling(ToolCall("c1", "bash", '{"input": "a\\ud83d"}')))
     custom = {"input": "Go.", "tools": [{"type": "custom", "name": "bash"}]}
     with serving(policy) as (_, url):
         for streams in (False, True):

@@ -41,7 +41,6 @@ EVEN_ONES_SAY_NOTHING = REWARD + "return usual if answer % 2 else 0.5"
 EVEN_ONES_FAIL = REWARD + "return usual if answer % 2 else 1 / 0"
 ALL_FAIL = REWARD + "return float(wings_of_the_bird)"
 TOO_LONG = REWARD.replace('f"say {i}"', '"say " * 99') + "return usual"
-HALF_TOO_LONG = REWARD.replace('f"say {i}"', '"say " * (1 if i % 2 else 99)') + "return usual"
 DIES_ONCE = REWARD + "return usual if calls != 3 or died.exists() else died.touch() or os._exit(1)"
 
 
@@ -125,13 +124,6 @@ def test_a_group_that_fails_is_dropped_and_replaced(tmp_path):
     told = sum(row.get("env/say/score_error", 0) for row in read_metrics(config.paths.metrics)[0])
     dropped = sum(drop.reason.startswith("score: ") for record in records for drop in record.dropped)
     assert dropped <= told <= outcome.orchestrator.scheduler.num_failures
-
-
-def test_a_prompt_that_can_never_fit_is_tried_once_for_each_rollout(tmp_path):
-    outcome = run(build_config(tmp_path, HALF_TOO_LONG))
-    records = whole_batches_of(outcome, reasons=("group given up: rollout ",))
-    dropped = [drop for record in records for drop in record.dropped]
-    assert {(drop.attempt, "The prompt has 415 tokens" in drop.reason) for drop in dropped} == {(0, True)}
 
 
 @pytest.mark.parametrize(
@@ -307,17 +299,20 @@ TEMPLATE = """{% for m in messages %}
 {% endfor %}"""
 
 
-def test_an_example_that_no_template_can_render_costs_its_own_rollouts(tmp_path):
+def test_an_example_that_never_becomes_a_prompt_costs_its_own_rollouts(tmp_path):
+    """One that can never fit is tried once for each rollout."""
     config = build_config(tmp_path, ODD, orchestrator={"eval": {"num_examples": 6}})
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     outcome = run(config)
     assert outcome.error is None
     assert len(outcome.records) == 3
     assert {rollout.example for record in outcome.records for rollout in record.rollouts} == {4, 5}
-    reasons = {drop.example: drop.reason for record in outcome.records for drop in record.dropped}
+    dropped = [drop for record in outcome.records for drop in record.dropped]
+    reasons = {drop.example: drop.reason for drop in dropped}
     assert reasons.keys() == {0, 1, 2, 3}
     assert "The chat template refuses this conversation: TemplateError: not so" in reasons[2]
     assert "the model takes 256" in reasons[3]
+    assert {drop.attempt for drop in dropped if drop.example == 3} == {0}
     answers = read_eval_results(results_path(config.paths, 0, "say"))
     assert {answer.example for answer in answers if answer.error is not None} == {0, 1, 2, 3}
     assert len(answers) == 6

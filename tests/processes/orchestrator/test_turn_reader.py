@@ -27,10 +27,10 @@ def read(
     tokenizer: ChatTokenizer,
     text: str,
     *,
-    model: InferenceModel,
-    tools: list | None,
-    answers: Any,
-    stop: Any,
+    model: InferenceModel | None = None,
+    tools: list | None = None,
+    answers: Any = None,
+    stop: Any = None,
     **how: Any,
 ) -> tuple[Message, list[dict]]:
     """What is said in a turn, and what the engine was asked for it; `answers` is its answer, a status or a message."""
@@ -50,7 +50,8 @@ def read(
             pool.go_live(pool.engines[0], 0)
             ids = tokenizer.encode(text) + ([END] if stop is None else [])
             turn = Turn(ids, [-1.0] * len(ids), [0] * len(ids), "stop", stop_reason=stop)
-            return await TurnReader(model, tokenizer, pool).read([7, 8], turn, tools, number=3, **how)
+            reader = TurnReader(model or InferenceModel(), tokenizer, pool)
+            return await reader.read([7, 8], turn, tools, number=3, **how)
 
     return asyncio.run(main()), asked
 
@@ -62,7 +63,6 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ADD = ToolCall(id="call00300", name="add", arguments='{"a": 1}')
 CALLED = [{"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
 SURROGATE = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'  # JSON can write half of one, and no wire
-PLAIN = {"model": InferenceModel(), "tools": None, "answers": None, "stop": None}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ PLAIN = {"model": InferenceModel(), "tools": None, "answers": None, "stop": None
     ],
 )
 def test_turn_is_read_by_engine_parsers_or_stays_text(tokenizer, text, how, said):
-    found, asked = read(tokenizer, text, **PLAIN | how)
+    found, asked = read(tokenizer, text, **how)
     assert (found, len(asked)) == (said, int("answers" in how))
     for body in asked:  # without the token that ended the turn
         (choice,) = body["generate_response"]["choices"]

@@ -114,16 +114,12 @@ def test_turns_that_an_environment_asks_for_at_once_are_answered_at_once(toys):
     assert toys("alone", lambda environment: run_one(environment, ask, PARALLEL)).reward == 3.0
 
 
-async def turn_by_turn(question: Ask) -> Reply:
-    return Reply(content="x", finish_reason="stop", prompt_ids=[1], completion_ids=[2, 3], logprobs=[-1.0, -1.0])
-
-
 def test_verifiers_turn_reward_belongs_to_the_requested_turn(toys):
     async def use(environment):
         tasks = [RunTask(task=f"r{i}", index=STEPWISE_GROUP, group="g", group_size=2) for i in range(2)]
-        return await asyncio.gather(*(environment.run(task, turn_by_turn) for task in tasks))
+        return await asyncio.gather(*(environment.run(task, says("x")) for task in tasks))
 
-    alone = toys("alone", lambda environment: run_one(environment, turn_by_turn, STEPWISE))
+    alone = toys("alone", lambda environment: run_one(environment, says("x"), STEPWISE))
     assert (alone.reward, alone.turn_rewards) == (1.5, [[0.5], [], [1.0]])  # an aside, and nothing for the last turn
     for done in toys("groups", use):  # the last one is given by the second rubric
         assert (done.reward, done.turn_rewards) == (3.0, [[0.5], [], [1.0], [7.0]])

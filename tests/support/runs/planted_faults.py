@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from support.runs.written_run import GROUP, digests_of, rewrite_batch, rewrite_version
+from support.engines.fake_engine import digests_of
+from support.runs.written_run import GROUP, rewrite_batch, rewrite_version
 from trireme.config.orchestrator import Filters
 from trireme.config.run import RunConfig
 from trireme.journal.entry import write_entry

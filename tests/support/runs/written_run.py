@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from support.engines.fake_engine import digests_of
 from trireme.algo.data.difficulty import Outcome
 from trireme.algo.filters import flaw_with
 from trireme.algo.rules import Rules, rules_of
@@ -222,10 +223,6 @@ def give_advantages(rollouts: list[Rollout], rules: Rules, before: State) -> dic
         rollout.flaws = targets.flaws_of(rollout, rules) + (["zero_advantage"] if targets.is_zero(parts) else [])
         rollout.masked = flaw_with("mask", rollout.flaws, targets.filters_of(rules))
     return baselines
-
-
-def digests_of(version: int) -> dict[str, str]:
-    return {name: f"{name}@{version}" for name in ("model.embed_tokens.weight", "model.norm.weight")}
 
 
 def write_checkpoint(folder: Path, version: int) -> None:

@@ -19,7 +19,6 @@ from support.runs.written_run import build_rich_config
 from trireme.algo.model.flops import LINEAR, cost_of
 from trireme.algo.packing import Sample, num_learned
 from trireme.algo.rules import Rules, rules_of
-from trireme.base.errors import ConfigError
 from trireme.config.orchestrator import Filters, LengthPenalty
 from trireme.config.run import RunConfig
 from trireme.journal import targets
@@ -158,15 +157,10 @@ def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
 
 def test_custom_advantage_function_receives_its_arguments(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(
-        "def advantage(groups, scale): return [scale * (g.rewards - g.rewards.max()) for g in groups]\n"
-        "def fail(groups): return [wings for g in groups]\n"
-    )
+    file.write_text("def advantage(groups, scale): return [scale * (g.rewards - g.rewards.max()) for g in groups]\n")
     rules = {"advantage": "custom", "advantage_path": f"{file}:advantage", "advantage_args": {"scale": 2.0}}
     rollouts = [rollout_of(1.0), rollout_of(0.25, place=1)]
     assert advantages(rollouts, **rules) == [[[0.0, 0.0, 0.0]], [[0.0, -1.5, -1.5]]]
-    with pytest.raises(ConfigError, match="failed on 1 groups: NameError: name 'wings'"):
-        advantages(rollouts, advantage="custom", advantage_path=f"{file}:fail")
 
 
 def record_of(rollouts: list[Rollout]) -> BatchRecord:

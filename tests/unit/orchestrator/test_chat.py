@@ -73,16 +73,11 @@ def test_a_long_prompt_is_not_cut_whatever_the_file_says(tmp_path):
     assert [len(tokenizer.encode("x" * length)) for length in (2, 9, 40)] == [2, 9, 40]
 
 
-def test_chat_template_in_a_file_overrides_the_tokenizers_own(tmp_path):
+def test_a_tokenizer_without_a_template_or_its_fast_form_is_refused(tmp_path):
     folder = write_tokenizer(tmp_path, "")
     with pytest.raises(ConfigError, match="has no chat template"):
         open_chat_tokenizer(str(folder))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTokenizer(folder).render([], tools=None, generate=True) == "yes"
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
-    assert ChatTokenizer(folder).render([QUESTION], tools=None, generate=True) == "1 + 2?!"
+    write_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="fast form was expected"):
         open_chat_tokenizer(str(folder))
@@ -107,7 +102,7 @@ NAMED = [{"name": "default", "template": SILENT}, {"name": "tool_use", "template
         "tokens by id win": {"added_tokens_decoder": {"0": {"content": "H"}}, "special_tokens_map.json": BOTH},
         "special tokens are text": {"split_special_tokens": True, "bos_token": "<|eot|>", "add_bos_token": True},
         "named templates": {"chat_template": NAMED, "bos_token": "<|eot|>"},
-        "templates in files": {"chat_template.jinja": SILENT, "additional_chat_templates/tool_use.jinja": "tools"},
+        "templates in files": {"chat_template.jinja": CHATML, "additional_chat_templates/tool_use.jinja": "tools"},
         "a template of the processor": {"chat_template": None, "chat_template.json": {"chat_template": SILENT}},
     }.items(),
     ids=lambda row: row[0].replace(" ", "-"),

@@ -64,8 +64,11 @@ def talk(tmp_path: Path) -> Talk:
     [
         (says(at("http://127.0.0.1/a.png")), "no address is looked up"),
         (says(at(PREFIX + "a" * 64)), "no address is looked up"),
+        (says(at("data:text/html;base64,AAAA")), "no address is looked up"),
+        (says(at("data:image/png;base64,?")), "base64"),
         (says(at("data:image/png;base64,\ud800")), "surrogates"),
         (says(b"<svg/>"), "no picture"),
+        (says(b"GIF89a, but not really"), "no picture"),
         (says(PNG[:45]), "picture"),
         (says(picture_file(900, 4)), "900 x 4"),
         (says(*[PNG] * (MOST_PICTURES + 1)), f"{MOST_PICTURES + 1} pictures"),

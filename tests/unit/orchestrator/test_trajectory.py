@@ -192,11 +192,8 @@ def test_a_turn_that_does_not_go_on_from_the_last_begins_a_sample(tmp_path, temp
         assert trained(talk) == [sizes[0], 2]
 
 
-def test_a_turn_whose_earlier_ones_the_template_rewrites_says_how(tmp_path):
-    talk = Talk(tmp_path / "rewrites", template=QWEN_3)
-    talk.answer([ASK], f"{THINKING}<|im_end|>")
-    assert "hm" in talk.ask([ASK, says(THINKING), MORE], None).rewritten
-    talk = Talk(tmp_path / "knows_no_thinking")
+def test_thinking_that_the_template_does_not_know_is_named_as_gone(tmp_path):
+    talk = Talk(tmp_path)
     question = talk.ask([ASK], None)
     talk.record(question, turn(talk.tokenizer.encode("<think>hm</think>\n4<|im_end|>"), "\n4", "hm"))
     assert "'hm' is no longer there" in talk.ask([ASK, says("\n4", reasoning_content="hm"), MORE], None).rewritten
