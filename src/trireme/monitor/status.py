@@ -13,7 +13,7 @@ import msgspec
 from trireme.base.token import bearer, read_key
 
 POLL_S = 1.0
-TIMEOUT_S = 0.8  # of one question of a view
+TIMEOUT_S = 0.8  # the longest wait for one answer
 
 
 class StatusWait(msgspec.Struct, frozen=True):

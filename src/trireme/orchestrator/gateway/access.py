@@ -36,7 +36,7 @@ DECIDES = ("chat_template_kwargs", "reasoning_effort")
 
 
 class Policy(Protocol):
-    """Whoever answers the requests of a session."""
+    """Answers the requests of a session."""
 
     async def answer(self, request: TurnRequest, digest: str, is_retry: bool) -> Reply:
         """Answer a request with a turn.
@@ -57,12 +57,12 @@ class Policy(Protocol):
 
 @dataclass
 class Access:
-    """What an API key gives access to: the policy of one session, within limits, until the session ends.
+    """An API key's access to the policy of one session, within limits, until the session ends.
 
     A session that begins again gets another key, and so another access.
     """
 
-    name: str  # of the rollout
+    name: str  # the name of its rollout
     policy: Policy
     has_traces: bool = False  # its requests name the agent run that they belong to
     ended: str | None = None  # why no more requests are answered

@@ -1,4 +1,4 @@
-"""What is sent of a version: tensors whole, only the adapters, or the values that changed (`weight_broadcast.delta`).
+"""The tensors of a version as they are sent: whole, only the adapters, or changed values (`weight_broadcast.delta`).
 
 For a delta, each rank keeps an equal slice of every served tensor in host memory, independent of sharding, names and
 adapters. All ranks together hold one copy of the model in the precision in which it is served. A rank compares its
@@ -34,7 +34,7 @@ class OutgoingWeights:
         self._model = model
         self._dtype = dtype
         self._world = world
-        self.specs = served_specs(model, dtype)  # of all tensors
+        self.specs = served_specs(model, dtype)  # all tensors
         self._sent_weights = SentWeights(world) if delta else None
         self._base_digests: dict[str, str] = {}  # digests of the base model, which does not change under adapters
         self._transfer_size: TransferSize | None = None
