@@ -60,8 +60,20 @@ def _describe_exit(child: Child) -> str:
 def _reason(child: Child) -> str:
     """Return "; ValueError: boom" for a process that ended itself."""
     assert child.exit is not None
-    reason = failure_reason(child.spec.log, child.log_start)[:REASON_LENGTH] if child.exit.code > 0 else ""
+    reason = shortened(failure_reason(child.spec.log, child.log_start)) if child.exit.code > 0 else ""
     return f"; {reason.removesuffix('.')}" if reason else ""
+
+
+def shortened(reason: str) -> str:
+    """Return as many whole sentences of a reason as are quoted, or the beginning of the first one.
+
+    Example:
+        shortened("No step helps. " + "See the log of the trainer. " * 9)  # ends behind a sentence
+    """
+    if len(reason) <= REASON_LENGTH:
+        return reason
+    sentences = reason[:REASON_LENGTH].rpartition(". ")[0]
+    return sentences or f"{reason[:REASON_LENGTH].rstrip()} ..."
 
 
 def clock_time(unix_s: float) -> str:

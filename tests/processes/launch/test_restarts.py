@@ -18,7 +18,7 @@ from trireme.config.run import Supervisor
 from trireme.launch.children import open_children
 from trireme.launch.health import FrozenWatch, HealthWatch
 from trireme.launch.process_tree import read_processes
-from trireme.launch.restarts import LEAVE_S, Ending, Restarts
+from trireme.launch.restarts import LEAVE_S, REASON_LENGTH, Ending, Restarts, shortened
 from trireme.launch.standalone_engine import open_server
 from trireme.launch.supervise import supervise
 from trireme.monitor.metrics import read_metrics
@@ -27,6 +27,22 @@ DONE = "until(lambda: (FOLDER / 'over').exists())"
 """A part that goes on until another one says that the run is over."""
 OVER = "(FOLDER / 'over').touch()"
 FREEZE = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "quoted"),
+    [
+        ("KeyError: 1", "KeyError: 1"),
+        ("NotFinite: it is nan. " + "See `loss` in metrics.jsonl. " * 9, "NotFinite: it is nan. See `loss` in"),
+        ("ValueError: " + "long " * 99, "ValueError: long"),
+    ],
+    ids=["short", "sentences", "one sentence"],
+)
+def test_a_quoted_reason_ends_at_a_sentence_or_shows_that_it_was_cut(reason, quoted):
+    found = shortened(reason)
+    assert found.startswith(quoted)
+    assert len(found) <= REASON_LENGTH + 4
+    assert found == reason or found.endswith(("metrics.jsonl", " ..."))
 
 
 def test_who_dies_is_started_again_alone(stage, capsys, monkeypatch):
