@@ -305,7 +305,8 @@ def open_view(config: RunConfig, run: Path) -> Iterator[View]:
     is_live = console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal
     kind = VfRlView if config.console.style == "vf-rl" else LiveView if is_live else View
     server = config.orchestrator.server
-    with StatusPoller(url_of(server.host, server.port or 8001), run) as poller:
+    where = url_of(server.host, server.port or 8001, known=config.hosts.orchestrator)
+    with StatusPoller(where, run) as poller:
         view = kind(config, poller, console)
         try:
             yield view

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from trireme.monitor.logs import failure_lines, startup_phase
 from trireme.monitor.progress import ProcessState, Progress
 from trireme.monitor.run_text import summary
 from trireme.monitor.status import EngineStatus, Status, StatusPoller, StatusWait
-from trireme.monitor.view import LiveView, VfRlView, View
+from trireme.monitor.view import LiveView, VfRlView, View, open_view
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entropy": 1.25, "importance_ratio": 1.02}
@@ -378,3 +379,13 @@ def test_vf_rl_writes_one_folder_for_each_whole_checkpoint(keep_last, left, vf_r
         assert {folder.name.partition("-")[2] for folder in root.glob("checkpoint-*")} == left
     folders.write_due()
     assert not list(root.glob(".checkpoint-*"))
+
+
+def test_a_view_asks_the_orchestrator_on_its_own_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.monitor.status.POLL_S", 0.01)
+    with socket.create_server(("127.0.0.2", 0)) as orchestrator:
+        orchestrator.settimeout(10)
+        server = {"host": "0.0.0.0", "port": orchestrator.getsockname()[1]}
+        tables = {"orchestrator": {"server": server}, "hosts": {"orchestrator": "127.0.0.2"}}
+        with open_view(RunConfig.model_validate({"output_dir": str(tmp_path)} | tables), tmp_path):
+            orchestrator.accept()[0].close()
