@@ -41,7 +41,7 @@ class Sampling(Section):
     stop: tuple[str, ...] = ()
     """Strings that end a turn."""
     seed: int | None = None
-    """With the group, the place in it and the turn, it decides the engine's seed."""
+    """Decides the engine's seed of a turn, together with the group, the place in it and the turn."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, as `{ enable_thinking = false }`; those of an environment's table, and then of a
     turn's own request, take precedence."""
