@@ -247,10 +247,19 @@ class Environment:
         """Run a rollout that a client of a user's own harness plays. The client outlives the environment's worker."""
         from trireme.orchestrator.gateway.sessions import OfferedEndpoint  # it imports a web framework
 
+        async def keep_on() -> None:
+            pass  # the client does not notice that the environment's worker has died
+
         with OfferedEndpoint(gateway, session) as endpoint:
             endpoint.open()
-            async with offers.offer(endpoint):
-                return await endpoint.watch(self._run(endpoint.played))
+            try:
+                async with offers.offer(endpoint):
+                    session.play = endpoint.play
+                    done = await self._run(session, keep_on)
+            finally:
+                session.play = None  # each holds the other, and garbage is collected rarely
+            done.given_up = endpoint.unread()
+            return done
 
     async def _run_with_programs(self, session: Session, gateway: Gateway) -> Done:
         """Run a rollout that agent programs play."""
@@ -275,15 +284,17 @@ class Environment:
 
             try:
                 # a program that outlived the orchestrator, and asked for nothing since, may have given up
-                done = await endpoint.watch(self._run(session, begin_again))
-                if not endpoint.has_lost_program:
-                    return done
+                done = await self._run(session, begin_again)
+                is_lost = endpoint.has_lost_program
             except RolloutFailed:
-                if not endpoint.has_lost_program:
+                if not (is_lost := endpoint.has_lost_program):
                     raise
-            log.info("%s: its program ended when the orchestrator died; it is started again", name)
-            endpoint.restart()
-            return await endpoint.watch(self._run(session, begin_again))
+            if is_lost:
+                log.info("%s: its program ended when the orchestrator died; it is started again", name)
+                endpoint.restart()
+                done = await self._run(session, begin_again)
+            done.given_up = endpoint.unread()
+            return done
 
     def has_program(self, task: str) -> bool:
         """Return whether a program of this rollout has outlived the orchestrator before this one."""

@@ -6,9 +6,8 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
@@ -20,7 +19,7 @@ from trireme.orchestrator.gateway.access import DECIDES, Access, conversation_di
 from trireme.orchestrator.gateway.dialects.turn import Problem, Rejected
 from trireme.orchestrator.gateway.server import Gateway
 from trireme.orchestrator.session.session import RolloutFailed, Session
-from trireme.orchestrator.session.wire import Ask, Done, Reply
+from trireme.orchestrator.session.wire import Ask, Reply
 
 log = get_logger("environments")
 
@@ -34,7 +33,8 @@ class Endpoint:
     Example:
         with Endpoint(gateway, session) as endpoint:
             endpoint.open()
-            done = await endpoint.watch(run(session))  # its task holds the address and the key
+            done = await run(session)  # its task holds the address and the key
+            done.given_up = endpoint.unread()
     """
 
     gateway: Gateway
@@ -43,7 +43,6 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self.task = self.session.task
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def has_lost_program(self) -> bool:
@@ -103,7 +102,6 @@ class Endpoint:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         why = f"its rollout failed: {error}" if isinstance(error, RolloutFailed) else "its rollout is over"
         self.gateway.close(self.task.api_key, why)
-        self._failure.cancel()
         if self.session.requests is not None:
             self.session.requests.remove()
 
@@ -113,26 +111,9 @@ class Endpoint:
         self.session.forget()
         self.open()
 
-    async def watch(self, run: Coroutine[Any, Any, Done]) -> Done:
-        """Await the rollout. Turns that no client has got are given up.
-
-        Raises: what answering a request raised, if that ends the run; else what the rollout raises.
-        """
-        running = asyncio.create_task(run)
-        try:
-            # a failure that ends the run must not wait until the program has noticed it
-            either: set[asyncio.Future[Any]] = {running, self._failure}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                self._failure.result()
-            done = await running
-            # the client left before it got them, so the conversation does not contain them
-            done.given_up = [reply.call for reply in self._access.unread()]
-            return done
-        finally:
-            if not running.done():
-                running.cancel()
-                await asyncio.wait({running})
+    def unread(self) -> list[str]:
+        """Return the calls whose turns no client has got: it left before, so its conversation does not have them."""
+        return [reply.call for reply in self._access.unread()]
 
     async def answer(self, request: TurnRequest, digest: str, is_retry: bool) -> Reply:
         """Answer a request of the program. Raises: Rejected."""
@@ -157,9 +138,8 @@ class Endpoint:
         try:
             reply = await self.session.ask(question)
         except Exception as error:
-            # `watch` raises it to the run; the program only learns that there is no turn
-            if not self._failure.done():
-                self._failure.set_exception(error)
+            # the run must not wait until the program, which only learns that there is no turn, has noticed it
+            self.session.fail(error)
             raise Rejected("failed", "The run has ended.") from error
         if reply.error is not None:
             self._num_turns[request.trace] -= 1

@@ -15,7 +15,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -32,7 +32,7 @@ from trireme.orchestrator.gateway.dialects.chat import CHAT
 from trireme.orchestrator.gateway.dialects.turn import Dialect, Rejected, decode_body
 from trireme.orchestrator.gateway.endpoint import Endpoint
 from trireme.orchestrator.gateway.server import Gateway, as_json, refusal, wait_for_disconnect
-from trireme.orchestrator.session.session import RolloutFailed, Session
+from trireme.orchestrator.session.session import RolloutFailed
 from trireme.orchestrator.session.wire import Ask, Played, Reply, RunTask, check_rewards
 from trireme.transport.bearer import ClientDisconnected, RequireToken
 
@@ -82,12 +82,7 @@ class OfferedEndpoint(Endpoint):
         self.outcome: asyncio.Future[Outcome] = create_future()
         self.has_reward = False  # its environment can score it
 
-    @property
-    def played(self) -> Session:
-        """Return the session for the environment's worker, whose death the client does not notice."""
-        return replace(self.session, ask=self._wait_for_outcome, forget=lambda: None)
-
-    async def _wait_for_outcome(self, question: Ask) -> Reply:
+    async def play(self, question: Ask) -> Reply:
         """Show the client its example, and return what it has made of that. Raises: RolloutFailed if it gives up."""
         self.has_reward = question.has_reward
         if not self.shown.done():  # the client may have it already, from a worker that has died

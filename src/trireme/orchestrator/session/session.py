@@ -45,22 +45,28 @@ class Session:
     timeout_s: float
     forget: Callable[[], None] = lambda: None  # called before it begins again: what it has asked so far is void
     requests: RequestLog | None = None  # file of its requests, for a program that outlives this process
+    play: AskPolicy | None = None  # answers the worker if a client plays: with the outcome, in place of a turn
     num_deaths: int = 0  # deaths of workers that ran it
     is_held: bool = False  # it is over, and only waits for the others of its group
+    _failure: Exception | None = None  # raised by answering a program or a client, and ends the rollout in any worker
+    _end: Done | wire.Error | Exception | None = None
+    _ended: asyncio.Future[None] | None = None  # None: no worker has begun it yet
 
     def begin(self, on_held: Callable[[], None]) -> None:
         """Begin in a worker. `on_held` is called when it is over and only waits for the others of its group."""
         self._on_held = on_held
         self._answering: set[asyncio.Task[None]] = set()  # named after their calls
         self._given_up: list[str] = []  # calls
-        self._end: Done | wire.Error | Exception | None = None
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._end, self._ended = None, asyncio.get_running_loop().create_future()
+        if self._failure is not None:
+            self.deliver(self._failure)
 
     async def follow(self, send: Callable[[wire.ToWorker], None]) -> Done:
         """Answer the worker with `send` until the rollout ends. Its end cancels the answers under way.
 
         Raises: RolloutFailed, WorkerDied, or what `ask` raised.
         """
+        assert self._ended is not None, "followed before it was begun"
         self._send = send
         self._limit = asyncio.get_running_loop().call_later(self.timeout_s, self._time_out)
         try:
@@ -97,7 +103,7 @@ class Session:
                 # turns that the environment did not wait for are not trained on
                 message.given_up = self._given_up
             self._end = message
-            if not self._ended.done():  # a caller that was cancelled waits no longer
+            if self._ended is not None and not self._ended.done():  # a caller that was cancelled waits no longer
                 self._ended.set_result(None)
         elif len(self._answering) >= TURNS_AT_ONCE:
             self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
@@ -108,13 +114,18 @@ class Session:
 
     async def _answer(self, question: Ask) -> None:
         try:
-            reply = await self.ask(question)
+            reply = await (self.play or self.ask)(question)
         except Exception as error:
             # what `ask` raised ends the rollout, and is raised to its caller by `follow`
             self.deliver(error)
             return
         reply.call = question.call
         self._send(reply)
+
+    def fail(self, error: Exception) -> None:
+        """End the rollout with what answering its program or client raised, also if no worker runs it just now."""
+        self._failure = self._failure or error
+        self.deliver(error)
 
     def extend(self) -> None:
         """Extend the timeout of a held rollout: another of its group has begun, ended or failed."""
