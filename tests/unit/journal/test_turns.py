@@ -137,6 +137,6 @@ def test_a_program_whose_requests_cannot_be_read_is_to_be_started_again(tmp_path
     async def resume() -> bool:
         requests = RequestLog(tmp_path / "requests")
         session = Session(RunTask(task="1-0.0", index=0), None, 60, requests=requests)
-        return await Endpoint(SimpleNamespace(url=""), session).resume("key")
+        return await Endpoint(SimpleNamespace(url=""), session, key="key").resume()
 
     assert asyncio.run(resume()) is False

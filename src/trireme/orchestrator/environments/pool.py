@@ -250,51 +250,61 @@ class Environment:
         async def keep_on() -> None:
             pass  # the client does not notice that the environment's worker has died
 
-        with OfferedEndpoint(gateway, session) as endpoint:
-            endpoint.open()
-            try:
-                async with offers.offer(endpoint):
-                    session.play = endpoint.play
-                    done = await self._run(session, keep_on)
-            finally:
-                session.play = None  # each holds the other, and garbage is collected rarely
+        endpoint = OfferedEndpoint(gateway, session).open()
+        try:
+            async with offers.offer(endpoint):
+                session.play = endpoint.play
+                done = await self._run(session, keep_on)
             done.given_up = endpoint.unread()
             return done
+        except RolloutFailed as failure:
+            endpoint.close(f"its rollout failed: {failure}")
+            raise
+        finally:
+            endpoint.close("its rollout is over")
+            session.play = None  # each holds the other, and garbage is collected rarely
 
     async def _run_with_programs(self, session: Session, gateway: Gateway) -> Done:
         """Run a rollout that agent programs play."""
         from trireme.orchestrator.gateway.endpoint import Endpoint  # it imports a web framework
 
-        with Endpoint(gateway, session, has_traces=self.config.agent is None) as endpoint:
-            # the program of an earlier orchestrator may still be there
-            name, programs = session.task.task, self._programs
-            key = programs.found.pop(name, None) if programs is not None else None
-            if key is None:
+        # the program of an earlier orchestrator may still be there
+        name, programs, has_traces = session.task.task, self._programs, self.config.agent is None
+        found = programs.found.pop(name, "") if programs is not None else ""
+        endpoint = Endpoint(gateway, session, has_traces, found)
+
+        async def begin_again() -> None:
+            # its worker has died, and its program may have outlived that
+            nonlocal endpoint
+            if programs is None or name not in await programs.running():
+                endpoint = endpoint.restart()
+
+        try:
+            if not found:
                 endpoint.open()
-            elif not await endpoint.resume(key):
+            elif not await endpoint.resume():
                 # its earlier turns cannot be read from disk, so the program cannot be answered any more
                 assert programs is not None
                 await programs.end(name)
-                endpoint.restart()
-
-            async def begin_again() -> None:
-                # its worker has died, and its program may have outlived that
-                if programs is None or name not in await programs.running():
-                    endpoint.restart()
-
+                endpoint = endpoint.restart()
             try:
-                # a program that outlived the orchestrator, and asked for nothing since, may have given up
                 done = await self._run(session, begin_again)
                 is_lost = endpoint.has_lost_program
             except RolloutFailed:
                 if not (is_lost := endpoint.has_lost_program):
                     raise
+            # a program that outlived the orchestrator, and asked for nothing since, may have given up
             if is_lost:
                 log.info("%s: its program ended when the orchestrator died; it is started again", name)
-                endpoint.restart()
+                endpoint = endpoint.restart()
                 done = await self._run(session, begin_again)
             done.given_up = endpoint.unread()
             return done
+        except RolloutFailed as failure:
+            endpoint.close(f"its rollout failed: {failure}")
+            raise
+        finally:
+            endpoint.close("its rollout is over")
 
     def has_program(self, task: str) -> bool:
         """Return whether a program of this rollout has outlived the orchestrator before this one."""

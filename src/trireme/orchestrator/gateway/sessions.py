@@ -27,7 +27,6 @@ from trireme.base.faults import reach
 from trireme.base.network import is_loopback
 from trireme.base.token import TOKEN, token
 from trireme.base.waiting import Waits
-from trireme.orchestrator.gateway.access import Access
 from trireme.orchestrator.gateway.dialects.chat import CHAT
 from trireme.orchestrator.gateway.dialects.turn import Dialect, Rejected, decode_body
 from trireme.orchestrator.gateway.endpoint import Endpoint
@@ -91,7 +90,7 @@ class OfferedEndpoint(Endpoint):
         outcome = self.outcome.result()
         if outcome.error is not None:
             raise RolloutFailed("rollout", f"the client gave it up: {outcome.error:.2000}")
-        return Reply(played=Played(messages=self.transcript(), reward=outcome.reward, metrics=outcome.metrics))
+        return Reply(played=Played(messages=self.transcript, reward=outcome.reward, metrics=outcome.metrics))
 
 
 @dataclass
@@ -224,7 +223,7 @@ class Offers:
             # the client learns the key of its session, with which it reaches the model and posts the reward
             reach("session.taken")
             address = str(request.base_url).rstrip("/")
-            shown = {"id": rollout.id, "api_key": rollout.task.api_key, "base_url": f"{address}/v1", "gateway": address}
+            shown = {"id": rollout.id, "api_key": rollout.key, "base_url": f"{address}/v1", "gateway": address}
             task = rollout.task
             which = {"env": self.env, "rollout": task.task, "split": task.split, "index": task.index}
             return as_json(shown | which | rollout.shown.result())
@@ -259,9 +258,9 @@ class Offers:
             return refusal(refused, CHAT)
         return as_json({"state": "open", "num_turns": rollout.num_turns})
 
-    async def _finish(self, request: Request, access: Access, dialect: Dialect) -> Response:
-        rollout = self._find(request, access)
-        outcome = decode_body(await self.gateway.receive(request, access, LARGEST_BODY), Outcome)
+    async def _finish(self, request: Request, endpoint: Endpoint, dialect: Dialect) -> Response:
+        rollout = self._find(request, endpoint)
+        outcome = decode_body(await self.gateway.receive(request, endpoint, LARGEST_BODY), Outcome)
         # refused before the session ends, so that the client can correct its request
         if outcome.error is None:
             if outcome.reward is None and not rollout.has_reward:
@@ -277,12 +276,12 @@ class Offers:
             raise Rejected("ended", "The session has ended: its reward was posted.")
         rollout.outcome.set_result(outcome)
         reach("session.rewarded")
-        self.gateway.close(rollout.task.api_key, "its reward was posted")
+        self.gateway.close(rollout.key, "its reward was posted")
         return as_json({"state": "ended"})
 
-    def _find(self, request: Request, access: Access) -> OfferedEndpoint:
+    def _find(self, request: Request, endpoint: Endpoint) -> OfferedEndpoint:
         """Return the open rollout of a session's key, which the path must name. Raises: Rejected."""
         rollout = self._open.get(request.path_params["id"])
-        if rollout is None or rollout.task.task != access.name:
+        if rollout is None or rollout is not endpoint:
             raise Rejected("unknown", "This API key belongs to another session than the one of the path.")
         return rollout
