@@ -67,8 +67,7 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
     from trireme.config.orchestrator import Environment as EnvironmentConfig
     from trireme.config.run import RunConfig
     from trireme.journal.model_turn import Turn
-    from trireme.journal.requests import RequestLog
-    from trireme.journal.turns import TurnLog, turns_file
+    from trireme.journal.turns import RolloutLog, turns_file
     from trireme.orchestrator.environments.programs import listen
     from trireme.orchestrator.gateway.endpoint import Endpoint
     from trireme.orchestrator.gateway.server import open_gateway
@@ -101,11 +100,12 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
         for number in range(options.sessions):
             file = turns_file(folder, str(number), 0)
             on_disk = not options.instant_disk
-            log = TurnLog(file) if on_disk else None
-            requests = RequestLog(file.with_suffix(".requests")) if on_disk else None
+            log = RolloutLog(file) if on_disk else None
+            if log is not None:
+                log.keeps_requests = True
             conversation = Conversation(runner, sampling, environment, 0, True, log, {})  # type: ignore[arg-type]
             task = RunTask(task=str(number), index=0)
-            Endpoint(gateway, Session(task, conversation.answer, 60, requests=requests)).open()
+            Endpoint(gateway, Session(task, conversation.answer, 60, log=log)).open()
             keys.append(task.api_key)
         pipe.send((gateway.url, keys))
         before = time.process_time()

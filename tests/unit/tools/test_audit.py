@@ -43,7 +43,7 @@ from trireme.journal.journal import Journal
 from trireme.journal.model_turn import Turn
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord, Branch, Dropped, Rollout
-from trireme.journal.turns import TurnLog, prompt_digest, read_turns, turns_file
+from trireme.journal.turns import RolloutLog, prompt_digest, read_turns, turns_file
 from trireme.journal.versions import Confirmation, Version, Versions
 from trireme.launch.resume import rewind
 from trireme.messages import COLUMNS, Picture, Tokens
@@ -249,7 +249,7 @@ def turns_of(sample: Tokens) -> Iterator[Turn]:
 
 def write_turns(file: Path, turns: list[Turn]) -> None:
     file.unlink(missing_ok=True)
-    log = TurnLog(file)
+    log = RolloutLog(file)
     for turn in turns:
         log.write(turn)
     log.close()

@@ -38,7 +38,7 @@ from trireme.base.log import get_logger
 from trireme.base.processes import raise_open_files
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.journal.requests import RequestLog
+from trireme.journal.turns import RolloutLog
 from trireme.orchestrator.environments.metric_names import MetricNames
 from trireme.orchestrator.environments.programs import AgentPrograms, listen
 from trireme.orchestrator.environments.venv import environment_python, find_environment
@@ -216,26 +216,27 @@ class Environment:
         ask: AskPolicy,
         *,
         on_retry: Callable[[], None] = lambda: None,
-        requests: RequestLog | None = None,
+        kept: RolloutLog | None = None,
     ) -> Done:
         """Run and score one rollout.
 
         Args:
             on_retry: called before the rollout is issued again; what it has asked so far is void.
-            requests: the file to which the requests of its agent program are written.
+            kept: its turns on disk, to which the requests of its agent program are added.
 
         Raises:
             RolloutFailed: for a reason of its own.
             PeerDied: all workers of the environment are dead and could not be restarted.
         """
-        session = Session(task, ask, self.config.rollout_timeout_s, on_retry)
+        session = Session(task, ask, self.config.rollout_timeout_s, on_retry, kept)
         if self.gateway is None:
             return await self._run(session)
         if self.offers is not None:
             return await self._run_with_client(session, self.gateway, self.offers)
 
         # requests are written only for programs that may outlive this process, and are resumed then
-        session.requests = requests if self._programs is not None else None
+        if kept is not None:
+            kept.keeps_requests = self._programs is not None
         try:
             return await self._run_with_programs(session, self.gateway)
         except BaseException:

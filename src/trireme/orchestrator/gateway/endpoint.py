@@ -18,7 +18,7 @@ import msgspec
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.journal.model_turn import Message, TurnRequest
-from trireme.journal.requests import KeptRequest
+from trireme.journal.turns import KeptRequest
 from trireme.orchestrator.gateway.budgets import HiddenBytes, Inflow, KeptResponses
 from trireme.orchestrator.gateway.dialects.turn import Problem, Rejected
 from trireme.orchestrator.session.session import Session
@@ -90,10 +90,10 @@ class Endpoint:
 
         Returns: whether that is possible. If not, the program has to be started again.
         """
-        if self.session.requests is None:
+        if self.session.log is None:
             return False
         try:
-            asked = await asyncio.to_thread(self.session.requests.read, self._program)
+            asked = await asyncio.to_thread(self.session.log.read_requests, self._program)
         except msgspec.DecodeError as error:  # written by another version of Trireme
             log.warning("An agent program is started again, as its requests cannot be read: %s", error)
             return False
@@ -127,8 +127,6 @@ class Endpoint:
     def close(self, why: str) -> None:
         """Answer no more requests: the rollout is over, and so is its program."""
         self.gateway.close(self.key, why)
-        if self.session.requests is not None:
-            self.session.requests.remove()
 
     # requests of the program, in the order in which the gateway calls these
 
@@ -170,7 +168,11 @@ class Endpoint:
 
         # on disk before the program has the turn, so that a resumed session knows all that the program knows
         reply = await self._ask(request, digest)
-        self._write(request, int(reply.call))
+        if (kept := self.session.log) is not None and kept.keeps_requests:
+            sampling = {name: request.sampling[name] for name in DECIDES if name in request.sampling}
+            rest = {name: getattr(request, name) for name in ("messages", "tools", "calls_tools", "trace")}
+            kept.write_request(KeptRequest(session=self._program, number=int(reply.call), sampling=sampling, **rest))
+            reach("request.written")
         return reply
 
     async def _ask(self, request: TurnRequest, digest: str) -> Reply:
@@ -199,27 +201,6 @@ class Endpoint:
         shown = self._replies[digest] = reply.without_tokens()
         shown.call = question.call
         return shown
-
-    def _write(self, request: TurnRequest, number: int) -> None:
-        """Write a request that has a turn. If it cannot be written, the program cannot outlive this process."""
-        if self.session.requests is None:
-            return
-        asked = KeptRequest(
-            session=self._program,
-            number=number,
-            messages=request.messages,
-            tools=request.tools,
-            sampling={name: request.sampling[name] for name in DECIDES if name in request.sampling},
-            calls_tools=request.calls_tools,
-            trace=request.trace,
-        )
-        try:
-            self.session.requests.write(asked)
-        except Exception as error:  # the disk failed, or a value cannot be encoded; the turn itself is on disk
-            log.warning("%r; after a restart, the program of this rollout is started again.", error)
-            self.session.requests.remove()
-            self.session.requests = None
-        reach("request.written")
 
     def settle(self, digest: str, task: asyncio.Future[Reply], *, is_delivered: bool) -> None:
         """Note whether the client has got its answer. If not, keep it for when the client asks again."""

@@ -16,7 +16,7 @@ from trireme.base.faults import reach
 from trireme.journal.model_turn import Turn
 from trireme.journal.records import Rollout
 from trireme.journal.targets import num_sampled
-from trireme.journal.turns import TurnLog, prompt_digest
+from trireme.journal.turns import RolloutLog, prompt_digest
 from trireme.orchestrator.engines.pool import PromptTooLong, RequestRefused
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import NoRoomForToken
@@ -42,7 +42,7 @@ class Conversation:
     environment: Environment
     example: int
     trained: bool
-    log: TurnLog | None  # turns of an earlier, interrupted run of this attempt; new ones are added
+    log: RolloutLog | None  # turns of an earlier, interrupted run of this attempt; new ones are added
     template: dict[str, Any]  # variables of the chat template: the run's, and those of the environment's table
     # turns still being sampled for a player that has died, keyed by their prompt's digest
     _lost: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class Conversation:
         turn.message = await read(prompt.ids, turn, tools, number=number, keeps_stop=keeps_stop, **more)
         return turn
 
-    async def _sample_once(self, kept: TurnLog, prompt: Prompt, sample: Callable[[], Awaitable[Turn]]) -> Turn:
+    async def _sample_once(self, kept: RolloutLog, prompt: Prompt, sample: Callable[[], Awaitable[Turn]]) -> Turn:
         """Sample a turn, and write it to disk before it is answered; one that is there already is not sampled again."""
         digest = prompt_digest(prompt.ids, prompt.pictures)
 

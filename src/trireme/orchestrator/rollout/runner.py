@@ -21,8 +21,7 @@ from trireme.config.orchestrator import Sampling, sampling_notes
 from trireme.config.run import RunConfig
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
-from trireme.journal.requests import RequestLog
-from trireme.journal.turns import TurnLog, newest_attempts, turns_file
+from trireme.journal.turns import RolloutLog, newest_attempts, turns_file
 from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import ChatTokenizer
@@ -170,10 +169,9 @@ class RolloutRunner:
         )
 
         # a program may outlive this process: its turns and requests are on disk before it gets an answer
-        kept, requests = None, None
+        kept = None
         if self.journal is not None and trained and environment.uses_gateway:
-            file = turns_file(self.journal, spec.name, spec.attempt)
-            kept, requests = await asyncio.to_thread(TurnLog, file), RequestLog(file.with_suffix(".requests"))
+            kept = await asyncio.to_thread(RolloutLog, turns_file(self.journal, spec.name, spec.attempt))
 
         # variables of the chat template: the environment's table replaces the run's, and each turn's request both
         table = {"chat_template_kwargs": environment.config.chat_template_kwargs}
@@ -183,7 +181,7 @@ class RolloutRunner:
         task = spec.task(environment, turns.own)
         try:
             answer, restart = conversation.answer, conversation.restart
-            done = await environment.run(task, answer, on_retry=restart, requests=requests)
+            done = await environment.run(task, answer, on_retry=restart, kept=kept)
         except RolloutFailed as failure:
             raise conversation.explain(failure) from failure.__cause__
         finally:

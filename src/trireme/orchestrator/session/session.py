@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from trireme.base.errors import TriremeError
-from trireme.journal.requests import RequestLog
+from trireme.journal.turns import RolloutLog
 from trireme.orchestrator.session import wire
 from trireme.orchestrator.session.wire import Ask, Done, GaveUp, Held, Reply, RunTask
 
@@ -44,7 +44,7 @@ class Session:
     ask: AskPolicy
     timeout_s: float
     forget: Callable[[], None] = lambda: None  # called before it begins again: what it has asked so far is void
-    requests: RequestLog | None = None  # file of its requests, for a program that outlives this process
+    log: RolloutLog | None = None  # its turns on disk, and the requests of a program that may outlive this process
     play: AskPolicy | None = None  # answers the worker if a client plays: with the outcome, in place of a turn
     num_deaths: int = 0  # deaths of workers that ran it
     is_held: bool = False  # it is over, and only waits for the others of its group
