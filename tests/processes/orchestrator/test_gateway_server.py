@@ -53,7 +53,7 @@ class Policy(Endpoint):
     """An endpoint whose turns are given, and that keeps what it is asked."""
 
     def __init__(self, *turns: Reply | Exception, pause_s: float = 0.0) -> None:
-        super().__init__(None, Session(RunTask(task="rollout", index=0), None, 60), key=KEY)
+        super().__init__(None, Session(RunTask(task="rollout", index=0)), key=KEY)
         self.turns, self.pause_s = list(turns), pause_s
         self.requests: list[ClientRequest] = []
         self.retries: list[bool] = []

@@ -135,7 +135,7 @@ def test_a_program_whose_requests_cannot_be_read_is_to_be_started_again(tmp_path
     (tmp_path / "a.requests").write_bytes(framed(b"\x80"))  # as another version may have written them
 
     async def resume() -> bool:
-        session = Session(RunTask(task="1-0.0", index=0), None, 60, log=RolloutLog(tmp_path / "a.turns"))
+        session = Session(RunTask(task="1-0.0", index=0), log=RolloutLog(tmp_path / "a.turns"))
         return await Endpoint(SimpleNamespace(url=""), session, key="key").resume()
 
     assert asyncio.run(resume()) is False

@@ -17,6 +17,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
 from trireme.config.load import load_config
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.session.session import Session
 from trireme.orchestrator.session.wire import Ask, Reply, RunTask
 from trireme.tools.gepa.config import GepaConfig
 from trireme.tools.gepa.files import Records, Reflection, check_same, write_results
@@ -38,8 +39,8 @@ def test_gepa_candidate_replaces_the_system_prompt_of_an_environment(here):
 
     async def use(environment: Environment) -> None:
         task = RunTask(task="t", index=0)
-        loaded = await environment.run(task, ask)
-        tried = await PromptedEnvironment(environment, "Be loud.", columns=["heard", "gone"]).run(task, ask)
+        loaded = await environment.run(Session(task, ask))
+        tried = await PromptedEnvironment(environment, "Be loud.", columns=["heard", "gone"]).run(Session(task, ask))
         assert await own_prompt(environment, [("train", 0), ("train", 1)]) == "Be quiet."
         assert asked[0] == with_system(asked[1], "Be quiet.")
         assert tried.prompt[0]["content"] == "Be loud."

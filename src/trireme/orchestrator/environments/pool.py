@@ -2,10 +2,10 @@
 
 Example:
     async with open_environment(config, logs=paths.logs) as environment:
-        done = await environment.run(RunTask(task="0-17-3", index=17, sampling={...}), ask)
+        done = await environment.run(Session(RunTask(task="0-17-3", index=17, sampling={...}), ask))
 
-`ask` is called for each model turn and returns a Reply. What it raises comes out of `run`, and cancelling the caller
-cancels it.
+The session is asked for each model turn and returns a Reply. What it raises comes out of `run`, and cancelling the
+caller cancels it.
 
 Failures of a rollout:
 - Its environment or its reward function raises: `RolloutFailed`, for this rollout only.
@@ -38,13 +38,12 @@ from trireme.base.log import get_logger
 from trireme.base.processes import raise_open_files
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.journal.turns import RolloutLog
 from trireme.orchestrator.environments.metric_names import MetricNames
 from trireme.orchestrator.environments.programs import AgentPrograms, listen
 from trireme.orchestrator.environments.venv import environment_python, find_environment
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S, EnvironmentWorker, WorkerDied
-from trireme.orchestrator.session.session import AskPolicy, RolloutFailed, Session, cancel_all
-from trireme.orchestrator.session.wire import Done, Load, Ready, RunTask
+from trireme.orchestrator.session.session import RolloutFailed, Session, cancel_all
+from trireme.orchestrator.session.wire import Done, Load, Ready
 
 if TYPE_CHECKING:
     from trireme.orchestrator.gateway.server import Gateway
@@ -210,38 +209,27 @@ class Environment:
                 f"`max_concurrent` to {group_size} or more, or lower `rollouts_per_example`."
             )
 
-    async def run(
-        self,
-        task: RunTask,
-        ask: AskPolicy,
-        *,
-        on_retry: Callable[[], None] = lambda: None,
-        kept: RolloutLog | None = None,
-    ) -> Done:
+    async def run(self, session: Session) -> Done:
         """Run and score one rollout.
-
-        Args:
-            on_retry: called before the rollout is issued again; what it has asked so far is void.
-            kept: its turns on disk, to which the requests of its agent program are added.
 
         Raises:
             RolloutFailed: for a reason of its own.
             PeerDied: all workers of the environment are dead and could not be restarted.
         """
-        session = Session(task, ask, self.config.rollout_timeout_s, on_retry, kept)
+        session.timeout_s = self.config.rollout_timeout_s
         if self.gateway is None:
             return await self._run(session)
         if self.offers is not None:
             return await self._run_with_client(session, self.gateway, self.offers)
 
         # requests are written only for programs that may outlive this process, and are resumed then
-        if kept is not None:
-            kept.keeps_requests = self._programs is not None
+        if session.log is not None:
+            session.log.keeps_requests = self._programs is not None
         try:
             return await self._run_with_programs(session, self.gateway)
         except BaseException:
             if self._programs is not None:  # its worker ends them, too, unless that is dead
-                await asyncio.shield(self._programs.end(task.task))
+                await asyncio.shield(self._programs.end(session.task.task))
             raise
 
     async def _run_with_client(self, session: Session, gateway: Gateway, offers: Offers) -> Done:
@@ -315,7 +303,7 @@ class Environment:
         """Run a rollout in a worker, and again in another one if that dies.
 
         Args:
-            begin_again: awaited before it runs again; `session.forget` is called if not given.
+            begin_again: awaited before it runs again; `session.restart` is called if not given.
         """
         task = session.task
         self.check_group_size(task.group_size)
@@ -344,7 +332,7 @@ class Environment:
                 if begin_again is not None:
                     await begin_again()
                 else:
-                    session.forget()
+                    session.restart()
         except RolloutFailed as failure:
             self.counts[COUNTED[failure.stage]] += 1
             raise

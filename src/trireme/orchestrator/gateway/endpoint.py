@@ -121,7 +121,7 @@ class Endpoint:
     def restart(self) -> Self:
         """Begin the session again, with another key: the program of the lost attempt may still be there."""
         self.gateway.close(self.key, "its rollout was begun again")
-        self.session.forget()
+        self.session.restart()
         return type(self)(self.gateway, self.session, self.has_traces).open()
 
     def close(self, why: str) -> None:
@@ -185,7 +185,7 @@ class Endpoint:
         self._num_asked += 1
         question = self._question(request)
         try:
-            reply = await self.session.ask(question)
+            reply = await self.session.answer(question)
         except Exception as error:
             # the run must not wait until the program, which only learns that there is no turn, has noticed it
             self.session.fail(error)
@@ -212,7 +212,7 @@ class Endpoint:
         """Return the number of tokens of a request's prompt. Raises: Rejected."""
         question = self._question(request)
         question.only_counts = True
-        reply = await self.session.ask(question)
+        reply = await self.session.answer(question)
         if reply.error is not None:
             raise Rejected("invalid", reply.error)
         return len(reply.prompt_ids)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from trireme.base.errors import TriremeError
 from trireme.journal.turns import RolloutLog
@@ -32,7 +33,11 @@ class RolloutFailed(TriremeError):
 
 @dataclass(eq=False)
 class Session:
-    """One live rollout: its task, who answers its model turns, its deadline, and how it ended.
+    """One live rollout: its task, who answers its model turns, its turns on disk, its deadline, and how it ended.
+
+    Requests come from the worker's socket (`deliver`), or over HTTP from a program or a client (`gateway/endpoint.py`);
+    each way in awaits `answer`. In a `SampledSession` our engines answer, and their tokens are kept. In any other one a
+    script does.
 
     Produces: answers to the model turns that the worker asks for. Waits for: the worker's messages. Woken by:
     `deliver`, which the connection calls.
@@ -41,21 +46,31 @@ class Session:
     """
 
     task: RunTask
-    ask: AskPolicy
-    timeout_s: float
-    forget: Callable[[], None] = lambda: None  # called before it begins again: what it has asked so far is void
+    ask: AskPolicy | None = None  # the script; None if `answer` is another one
+    forget: Callable[[], None] = lambda: None  # tells the script that it begins again
     log: RolloutLog | None = None  # its turns on disk, and the requests of a program that may outlive this process
-    play: AskPolicy | None = None  # answers the worker if a client plays: with the outcome, in place of a turn
+    timeout_s: float = 3600.0  # `rollout_timeout_s`, which the environment fills in
+    play: Callable[[Ask], Coroutine[Any, Any, Reply]] | None = None
+    """Answers the worker if a client plays: with the outcome, in place of a turn."""
     num_deaths: int = 0  # deaths of workers that ran it
     is_held: bool = False  # it is over, and only waits for the others of its group
     _failure: Exception | None = None  # raised by answering a program or a client, and ends the rollout in any worker
     _end: Done | wire.Error | Exception | None = None
     _ended: asyncio.Future[None] | None = None  # None: no worker has begun it yet
 
+    async def answer(self, request: Ask) -> Reply:
+        """Answer a request for a model turn. What it raises ends the rollout."""
+        assert self.ask is not None, f"nothing answers rollout {self.task.task}"
+        return await self.ask(request)
+
+    def restart(self) -> None:
+        """Begin again: what it has asked so far is void."""
+        self.forget()
+
     def begin(self, on_held: Callable[[], None]) -> None:
         """Begin in a worker. `on_held` is called when it is over and only waits for the others of its group."""
         self._on_held = on_held
-        self._answering: set[asyncio.Task[None]] = set()  # named after their calls
+        self._answering: set[asyncio.Task[Reply]] = set()  # named after their calls
         self._given_up: list[str] = []  # calls
         self._end, self._ended = None, asyncio.get_running_loop().create_future()
         if self._failure is not None:
@@ -64,7 +79,7 @@ class Session:
     async def follow(self, send: Callable[[wire.ToWorker], None]) -> Done:
         """Answer the worker with `send` until the rollout ends. Its end cancels the answers under way.
 
-        Raises: RolloutFailed, WorkerDied, or what `ask` raised.
+        Raises: RolloutFailed, WorkerDied, or what `answer` raised.
         """
         assert self._ended is not None, "followed before it was begun"
         self._send = send
@@ -108,19 +123,21 @@ class Session:
         elif len(self._answering) >= TURNS_AT_ONCE:
             self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
         else:
-            answering = asyncio.create_task(self._answer(message), name=message.call)
+            answering = asyncio.create_task((self.play or self.answer)(message), name=message.call)
             self._answering.add(answering)
-            answering.add_done_callback(self._answering.discard)
+            answering.add_done_callback(self._reply)
 
-    async def _answer(self, question: Ask) -> None:
-        try:
-            reply = await (self.play or self.ask)(question)
-        except Exception as error:
-            # what `ask` raised ends the rollout, and is raised to its caller by `follow`
-            self.deliver(error)
+    def _reply(self, answering: asyncio.Task[Reply]) -> None:
+        """Send an answer to the worker. What answering raised ends the rollout, and is raised by `follow`."""
+        self._answering.discard(answering)
+        if answering.cancelled() or self._end is not None:
             return
-        reply.call = question.call
-        self._send(reply)
+        if isinstance(error := answering.exception(), Exception):
+            self.deliver(error)
+        else:
+            reply = answering.result()
+            reply.call = answering.get_name()
+            self._send(reply)
 
     def fail(self, error: Exception) -> None:
         """End the rollout with what answering its program or client raised, also if no worker runs it just now."""
