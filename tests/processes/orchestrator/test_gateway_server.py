@@ -58,7 +58,7 @@ class Policy(Endpoint):
         self.requests: list[ClientRequest] = []
         self.retries: list[bool] = []
 
-    async def answer(self, request: ClientRequest, digest: str, is_retry: bool) -> Reply:
+    async def answer(self, request: ClientRequest, digest: str, *, is_retry: bool = False, **_: Any) -> Reply:
         self.requests.append(request)
         self.retries.append(is_retry)
         turn = self.turns[min(len(self.requests), len(self.turns)) - 1]

@@ -103,7 +103,7 @@ class Endpoint:
             # each keeps its number, which the ids of its turn's tool calls are made of
             digest, self._num_asked = conversation_digest(each), each.number - 1
             try:
-                reply = await self._ask(each, digest)
+                reply = await self.answer(each, digest, is_on_disk=True)
             except Rejected as refused:
                 log.warning("An agent program is started again, as its turn %d is not found: %s", each.number, refused)
                 return False
@@ -155,27 +155,18 @@ class Endpoint:
             raise Rejected("busy", f"{MOST_AT_ONCE} turns of this session are under way.", retry_after_s=2)
 
         # a task of its own: it is not cancelled when the client leaves
-        task = asyncio.create_task(self.answer(request, digest, is_retry))
+        task = asyncio.create_task(self.answer(request, digest, is_retry=is_retry))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def answer(self, request: TurnRequest, digest: str, is_retry: bool) -> Reply:
+    async def answer(
+        self, request: TurnRequest, digest: str, *, is_retry: bool = False, is_on_disk: bool = False
+    ) -> Reply:
         """Answer a request of the program. Raises: Rejected."""
         # an SDK that lost the answer gets the same turn, not another sample
         if is_retry and digest in self._replies:
             return self._replies[digest]
-
-        # on disk before the program has the turn, so that a resumed session knows all that the program knows
-        reply = await self._ask(request, digest)
-        if (kept := self.session.log) is not None and kept.keeps_requests:
-            sampling = {name: request.sampling[name] for name in DECIDES if name in request.sampling}
-            rest = {name: getattr(request, name) for name in ("messages", "tools", "calls_tools", "trace")}
-            kept.write_request(KeptRequest(session=self._program, number=int(reply.call), sampling=sampling, **rest))
-            reach("request.written")
-        return reply
-
-    async def _ask(self, request: TurnRequest, digest: str) -> Reply:
         most = self.task.max_turns
         if most is not None and self._num_turns[request.trace] >= most:
             raise Rejected("ended", f"This rollout has had its {most} model turns (`max_turns`).")
@@ -200,6 +191,13 @@ class Endpoint:
 
         shown = self._replies[digest] = reply.without_tokens()
         shown.call = question.call
+
+        # on disk before the program has the turn, so that a resumed session knows all that the program knows
+        if (kept := self.session.log) is not None and kept.keeps_requests and not is_on_disk:
+            sampling = {name: request.sampling[name] for name in DECIDES if name in request.sampling}
+            rest = {name: getattr(request, name) for name in ("messages", "tools", "calls_tools", "trace")}
+            kept.write_request(KeptRequest(session=self._program, number=int(shown.call), sampling=sampling, **rest))
+            reach("request.written")
         return shown
 
     def settle(self, digest: str, task: asyncio.Future[Reply], *, is_delivered: bool) -> None:

@@ -13,7 +13,7 @@ import jinja2
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
 from trireme.config.orchestrator import Sampling
-from trireme.journal.model_turn import Turn
+from trireme.journal.model_turn import Message, Turn
 from trireme.journal.records import Rollout
 from trireme.journal.targets import num_sampled
 from trireme.journal.turns import RolloutLog, prompt_digest
@@ -101,8 +101,7 @@ class SampledSession(Session):
         try:
             # counting a prompt asks no engine and leaves the trajectory as it is
             if request.only_counts:
-                given = self._template_kwargs(request)
-                messages = await read_messages(request.messages, runner.pictures)
+                messages, given = await self._read(request)
                 ids = self.trajectory.prompt_ids(messages, request.tools, request.trace, given)
                 return Reply(prompt_ids=ids)
 
@@ -119,7 +118,7 @@ class SampledSession(Session):
             # with a log, a turn that an earlier player asked for is read from disk instead of being sampled again
             tools = request.tools if request.calls_tools else None
             sample = partial(self._sample, asked, arguments, tools, number)
-            turn = await (sample("", 0) if self.log is None else self._sample_once(self.log, asked, sample))
+            turn = await (sample() if self.log is None else self._sample_once(self.log, asked, sample))
         except Exception as error:
             return self._refuse(request, error)
 
@@ -179,21 +178,21 @@ class SampledSession(Session):
         pictures take their time."""
         async with self._asking:
             try:
-                given = self._template_kwargs(request)
-                messages = await read_messages(request.messages, self.runner.pictures)
+                messages, given = await self._read(request)
             except ValueError:
                 trajectory.refuse()
                 raise
             return trajectory.ask(messages, request.tools, request.trace, given)
 
-    def _template_kwargs(self, request: Ask) -> dict[str, Any]:
-        """Return the variables of the chat template of a turn.
+    async def _read(self, request: Ask) -> tuple[list[Message], dict[str, Any]]:
+        """Return the messages of a request, with their pictures read, and the variables of its chat template.
 
-        Raises: ValueError if the turn's request gives it what it cannot take.
+        Raises: ValueError if either cannot be taken.
         """
-        return self.template | self.runner.read_by_template(request.sampling)
+        given = self.template | self.runner.read_by_template(request.sampling)
+        return await read_messages(request.messages, self.runner.pictures), given
 
-    async def _sample_once(self, kept: RolloutLog, prompt: Prompt, sample: Callable[[str, int], Any]) -> Turn:
+    async def _sample_once(self, kept: RolloutLog, prompt: Prompt, sample: Callable[..., Any]) -> Turn:
         """Return a turn that is on disk, or sample it: to its end, although its player dies, so that none is lost."""
         digest = prompt_digest(prompt.ids, prompt.pictures)
 
@@ -214,12 +213,18 @@ class SampledSession(Session):
             raise
 
     async def _sample(
-        self, prompt: Prompt, arguments: dict[str, Any], tools: list[dict] | None, number: int, digest: str, life: int
+        self,
+        prompt: Prompt,
+        arguments: dict[str, Any],
+        tools: list[dict] | None,
+        number: int,
+        digest: str = "",
+        life: int = 0,
     ) -> Turn:
-        """Sample a turn, and write it to disk before it is answered, if there is a log.
+        """Sample a turn. If there is a log, it is on disk before it is answered.
 
         Args:
-            digest: of the prompt; empty without a log.
+            digest: of the prompt, for the log.
             life: of the log, when the turn was asked for.
         """
         # expert routes are replayed in training only, and the engine reports those that are not known yet
