@@ -334,6 +334,19 @@ def test_request_completed_after_its_session_ended_gets_no_turn():
     assert policy.requests == []
 
 
+def test_session_that_begins_again_is_open_under_another_key_alone():
+    async def ask(_: Any) -> Reply:
+        return Reply(content="x", prompt_ids=[1], completion_ids=[2])
+
+    with serving(Policy()) as (gateway, url):
+        first = Endpoint(gateway, Session(RunTask(task="r", index=0), ask)).open()
+        again = first.restart()
+        posts = [httpx.post(f"{url}/s/{each.key}/v1/messages", json=asks("a")) for each in (first, again)]
+    assert [post.status_code for post in posts] == [403, 200]
+    assert "begun again" in posts[0].text
+    assert (first.num_turns, again.num_turns, again.task.api_key) == (0, 1, again.key)
+
+
 def test_a_long_wait_shows_signs_of_life_and_its_error_comes_in_the_stream(monkeypatch):
     monkeypatch.setattr(server, "QUIET_S", 0.05)
     policy = Policy(TURNS["text"], Rejected("failed", "no engine"), pause_s=0.3)

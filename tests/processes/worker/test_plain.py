@@ -220,6 +220,16 @@ def test_turn_abandoned_after_its_answer_is_named_in_the_result():
     assert asyncio.run(use()).given_up == ["1"]
 
 
+def test_answer_that_fails_between_two_workers_ends_the_rollout():
+    async def use():
+        rollout = Session(RunTask(task="r", index=0), says("x"))
+        rollout.fail(TimeoutError("all engines are gone"))  # its program outlived the first worker, and asked
+        return await follow(rollout)
+
+    with pytest.raises(TimeoutError, match="all engines are gone"):
+        asyncio.run(use())
+
+
 def test_group_member_that_ends_never_disturbs_a_cancelling_one():
     async def use():
         async def ask(question: Ask) -> Reply:

@@ -219,39 +219,40 @@ class Environment:
         session.timeout_s = self.config.rollout_timeout_s
         if self.gateway is None:
             return await self._run(session)
-        if self.offers is not None:
-            return await self._run_with_client(session, self.gateway, self.offers)
 
         # requests are written only for programs that may outlive this process, and are resumed then
         if session.log is not None:
             session.log.keeps_requests = self._programs is not None
+        play = self._run_with_programs if self.offers is None else self._run_with_client
+        why = "its rollout is over"
         try:
-            return await self._run_with_programs(session, self.gateway)
-        except BaseException:
+            done = await play(session, self.gateway)
+            self.gateway.close(session.task.api_key, why)
+            return done
+        except BaseException as error:
+            why = f"its rollout failed: {error}" if isinstance(error, RolloutFailed) else why
+            self.gateway.close(session.task.api_key, why)
             if self._programs is not None:  # its worker ends them, too, unless that is dead
                 await asyncio.shield(self._programs.end(session.task.task))
             raise
 
-    async def _run_with_client(self, session: Session, gateway: Gateway, offers: Offers) -> Done:
+    async def _run_with_client(self, session: Session, gateway: Gateway) -> Done:
         """Run a rollout that a client of a user's own harness plays. The client outlives the environment's worker."""
         from trireme.orchestrator.gateway.sessions import OfferedEndpoint  # it imports a web framework
 
         async def keep_on() -> None:
             pass  # the client does not notice that the environment's worker has died
 
+        assert self.offers is not None
         endpoint = OfferedEndpoint(gateway, session).open()
         try:
-            async with offers.offer(endpoint):
+            async with self.offers.offer(endpoint):
                 session.play = endpoint.play
                 done = await self._run(session, keep_on)
-            done.given_up = endpoint.unread()
-            return done
-        except RolloutFailed as failure:
-            endpoint.close(f"its rollout failed: {failure}")
-            raise
         finally:
-            endpoint.close("its rollout is over")
             session.play = None  # each holds the other, and garbage is collected rarely
+        done.given_up = endpoint.unread()
+        return done
 
     async def _run_with_programs(self, session: Session, gateway: Gateway) -> Done:
         """Run a rollout that agent programs play."""
@@ -261,6 +262,13 @@ class Environment:
         name, programs, has_traces = session.task.task, self._programs, self.config.agent is None
         found = programs.found.pop(name, "") if programs is not None else ""
         endpoint = Endpoint(gateway, session, has_traces, found)
+        if not found:
+            endpoint.open()
+        elif not await endpoint.resume():
+            # its earlier turns cannot be read from disk, so the program cannot be answered any more
+            assert programs is not None
+            await programs.end(name)
+            endpoint = endpoint.restart()
 
         async def begin_again() -> None:
             # its worker has died, and its program may have outlived that
@@ -269,31 +277,18 @@ class Environment:
                 endpoint = endpoint.restart()
 
         try:
-            if not found:
-                endpoint.open()
-            elif not await endpoint.resume():
-                # its earlier turns cannot be read from disk, so the program cannot be answered any more
-                assert programs is not None
-                await programs.end(name)
-                endpoint = endpoint.restart()
-            try:
-                done = await self._run(session, begin_again)
-                is_lost = endpoint.has_lost_program
-            except RolloutFailed:
-                if not (is_lost := endpoint.has_lost_program):
-                    raise
-            # a program that outlived the orchestrator, and asked for nothing since, may have given up
-            if is_lost:
-                log.info("%s: its program ended when the orchestrator died; it is started again", name)
-                endpoint = endpoint.restart()
-                done = await self._run(session, begin_again)
-            done.given_up = endpoint.unread()
-            return done
-        except RolloutFailed as failure:
-            endpoint.close(f"its rollout failed: {failure}")
-            raise
-        finally:
-            endpoint.close("its rollout is over")
+            done = await self._run(session, begin_again)
+            is_lost = endpoint.has_lost_program
+        except RolloutFailed:
+            if not (is_lost := endpoint.has_lost_program):
+                raise
+        # a program that outlived the orchestrator, and asked for nothing since, may have given up
+        if is_lost:
+            log.info("%s: its program ended when the orchestrator died; it is started again", name)
+            endpoint = endpoint.restart()
+            done = await self._run(session, begin_again)
+        done.given_up = endpoint.unread()
+        return done
 
     def has_program(self, task: str) -> bool:
         """Return whether a program of this rollout has outlived the orchestrator before this one."""

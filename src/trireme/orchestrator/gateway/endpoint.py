@@ -50,10 +50,8 @@ class Endpoint:
 
     Example:
         endpoint = Endpoint(gateway, session).open()  # the session's task holds the address and the key
-        try:
-            done = await run(session)
-        finally:
-            endpoint.close("its rollout is over")
+        done = await run(session)
+        gateway.close(endpoint.key, "its rollout is over")
     """
 
     gateway: Gateway
@@ -77,11 +75,11 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self.task = self.session.task
-        self.key = self.key or secrets.token_urlsafe(24)
+        self.task.api_key = self.key = self.key or secrets.token_urlsafe(24)
 
     def open(self) -> Self:
         """Let requests with its key be answered."""
-        self.task.gateway, self.task.api_key = self.gateway.url, self.key
+        self.task.gateway = self.gateway.url
         self.gateway.open(self)
         return self
 
@@ -118,15 +116,11 @@ class Endpoint:
         self.is_resumed = True
         return True
 
-    def restart(self) -> Self:
+    def restart(self) -> Endpoint:
         """Begin the session again, with another key: the program of the lost attempt may still be there."""
         self.gateway.close(self.key, "its rollout was begun again")
         self.session.restart()
-        return type(self)(self.gateway, self.session, self.has_traces).open()
-
-    def close(self, why: str) -> None:
-        """Answer no more requests: the rollout is over, and so is its program."""
-        self.gateway.close(self.key, why)
+        return Endpoint(self.gateway, self.session, self.has_traces).open()
 
     # requests of the program, in the order in which the gateway calls these
 
