@@ -13,7 +13,7 @@ import jinja2
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
 from trireme.config.orchestrator import Sampling
-from trireme.journal.model_turn import Message, Turn
+from trireme.journal.model_turn import Turn
 from trireme.journal.records import Rollout
 from trireme.journal.targets import num_sampled
 from trireme.journal.turns import RolloutLog, prompt_digest
@@ -101,9 +101,9 @@ class SampledSession(Session):
         try:
             # counting a prompt asks no engine and leaves the trajectory as it is
             if request.only_counts:
-                messages, given = await self._read(request)
-                ids = self.trajectory.prompt_ids(messages, request.tools, request.trace, given)
-                return Reply(prompt_ids=ids)
+                given = self.template | runner.read_by_template(request.sampling)
+                messages = await read_messages(request.messages, runner.pictures)
+                return Reply(prompt_ids=self.trajectory.prompt_ids(messages, request.tools, request.trace, given))
 
             self._num_asked += 1
             runner.note_arguments(self.environment.name, request.sampling, self.sampling.own)
@@ -178,22 +178,15 @@ class SampledSession(Session):
         pictures take their time."""
         async with self._asking:
             try:
-                messages, given = await self._read(request)
+                given = self.template | self.runner.read_by_template(request.sampling)
+                messages = await read_messages(request.messages, self.runner.pictures)
             except ValueError:
                 trajectory.refuse()
                 raise
             return trajectory.ask(messages, request.tools, request.trace, given)
 
-    async def _read(self, request: Ask) -> tuple[list[Message], dict[str, Any]]:
-        """Return the messages of a request, with their pictures read, and the variables of its chat template.
-
-        Raises: ValueError if either cannot be taken.
-        """
-        given = self.template | self.runner.read_by_template(request.sampling)
-        return await read_messages(request.messages, self.runner.pictures), given
-
     async def _sample_once(self, kept: RolloutLog, prompt: Prompt, sample: Callable[..., Any]) -> Turn:
-        """Return a turn that is on disk, or sample it: to its end, although its player dies, so that none is lost."""
+        """Return a turn that is on disk, or sample it, shielded: to its end, although its player dies."""
         digest = prompt_digest(prompt.ids, prompt.pictures)
 
         # a player that died was waiting for this very turn: let it be written, then read it from disk

@@ -55,7 +55,7 @@ class Session:
     num_deaths: int = 0  # deaths of workers that ran it
     is_held: bool = False  # it is over, and only waits for the others of its group
     _failure: Exception | None = None  # raised by answering a program or a client, and ends the rollout in any worker
-    _end: Done | wire.Error | Exception | None = None
+    _end: Done | wire.Error | BaseException | None = None
     _ended: asyncio.Future[None] | None = None  # None: no worker has begun it yet
 
     async def answer(self, request: Ask) -> Reply:
@@ -88,7 +88,7 @@ class Session:
             await self._ended
             if isinstance(self._end, wire.Error):
                 raise RolloutFailed(self._end.stage, self._end.error, self._end.traceback)
-            if isinstance(self._end, Exception):
+            if isinstance(self._end, BaseException):
                 raise self._end
             assert self._end is not None, "ended without an end"
             return self._end
@@ -97,7 +97,7 @@ class Session:
             self._limit.cancel()
             await cancel_all(self._answering)
 
-    def deliver(self, message: Ask | GaveUp | Held | Done | wire.Error | Exception) -> None:
+    def deliver(self, message: Ask | GaveUp | Held | Done | wire.Error | BaseException) -> None:
         """Take a message of the worker. Anything but an Ask, a GaveUp and a Held ends the rollout."""
         # the first end counts; what comes after a failure or a timeout is ignored
         if self._end is not None:
@@ -130,11 +130,11 @@ class Session:
     def _reply(self, answering: asyncio.Task[Reply]) -> None:
         """Send an answer to the worker. What answering raised ends the rollout, and is raised by `follow`."""
         self._answering.discard(answering)
-        if answering.cancelled() or self._end is not None:
+        if answering.cancelled():
             return
-        if isinstance(error := answering.exception(), Exception):
+        if (error := answering.exception()) is not None:
             self.deliver(error)
-        else:
+        elif self._end is None:
             reply = answering.result()
             reply.call = answering.get_name()
             self._send(reply)
