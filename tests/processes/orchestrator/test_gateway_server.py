@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from support.engines.fake_chat import served
 from support.processes.stage import until
+from support.runs.toy_environments import says
 from trireme.journal.model_turn import ToolCall
 from trireme.orchestrator.environments.programs import listen
 from trireme.orchestrator.gateway import budgets, connections, endpoint, server
@@ -50,8 +51,6 @@ ANTHROPIC_TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("bash", "
 
 
 class Policy(Endpoint):
-    """An endpoint whose turns are given, and that keeps what it is asked."""
-
     def __init__(self, *turns: Reply | Exception, pause_s: float = 0.0) -> None:
         super().__init__(None, Session(RunTask(task="rollout", index=0)), key=KEY)
         self.turns, self.pause_s = list(turns), pause_s
@@ -335,11 +334,8 @@ def test_request_completed_after_its_session_ended_gets_no_turn():
 
 
 def test_session_that_begins_again_is_open_under_another_key_alone():
-    async def ask(_: Any) -> Reply:
-        return Reply(content="x", prompt_ids=[1], completion_ids=[2])
-
     with serving(Policy()) as (gateway, url):
-        first = Endpoint(gateway, Session(RunTask(task="r", index=0), ask)).open()
+        first = Endpoint(gateway, Session(RunTask(task="r", index=0), says("x"))).open()
         again = first.restart()
         posts = [httpx.post(f"{url}/s/{each.key}/v1/messages", json=asks("a")) for each in (first, again)]
     assert [post.status_code for post in posts] == [403, 200]

@@ -221,13 +221,10 @@ def test_turn_abandoned_after_its_answer_is_named_in_the_result():
 
 
 def test_answer_that_fails_between_two_workers_ends_the_rollout():
-    async def use():
-        rollout = Session(RunTask(task="r", index=0), says("x"))
-        rollout.fail(TimeoutError("all engines are gone"))  # its program outlived the first worker, and asked
-        return await follow(rollout)
-
+    rollout = Session(RunTask(task="r", index=0), says("x"))
+    rollout.fail(TimeoutError("all engines are gone"))  # its program outlived the first worker, and asked
     with pytest.raises(TimeoutError, match="all engines are gone"):
-        asyncio.run(use())
+        asyncio.run(follow(rollout))
 
 
 def test_group_member_that_ends_never_disturbs_a_cancelling_one():
@@ -363,11 +360,9 @@ def test_group_rewards_follow_member_order_not_arrival_order(on_groups):
 
         assert environment.group_rewards
         asks = enumerate([late, says("x"), says("x")])
-        rollouts = [
-            environment.run(Session(member(place, 3, group="in order", index=IN_ORDER), ask)) for place, ask in asks
-        ]
+        sessions = [Session(member(place, 3, group="in order", index=IN_ORDER), ask) for place, ask in asks]
         alone = run_one(environment, says("x"), SHORTEST)  # without a group, a rollout is its own
-        return await asyncio.gather(*rollouts, alone)
+        return await asyncio.gather(*map(environment.run, sessions), alone)
 
     assert [outcome.reward for outcome in on_groups(use)] == [0.0, 1.0, 2.0, 1.0]
 
@@ -402,9 +397,8 @@ def test_interleaved_groups_each_run_in_a_single_worker(on_groups):
 
 def test_group_waits_for_the_retry_of_a_failed_or_cancelled_member(on_groups):
     async def use(environment):
-        first, second = (
-            asyncio.create_task(environment.run(Session(member(place, 3), says("xx")))) for place in (0, 1)
-        )
+        sessions = [Session(member(place, 3), says("xx")) for place in (0, 1)]
+        first, second = (asyncio.create_task(environment.run(session)) for session in sessions)
         with pytest.raises(RolloutFailed, match="too long"):
             await environment.run(Session(member(2, 3), refuses("too long")))
         await until_held(environment, 2)

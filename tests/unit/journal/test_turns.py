@@ -117,8 +117,7 @@ def test_agent_requests_are_read_whole_by_the_next_process(tmp_path):
     for request in ASKED[:2]:  # of a new session
         written.write_request(request)
     assert file.read_bytes().count(b"content") == 3
-    with open(file, "ab") as opened:
-        opened.write(b"cut off")
+    file.write_bytes(file.read_bytes() + b"cut off")
     after = RolloutLog(path)
     assert whole(after.read_requests("a")) == whole(ASKED[:2])
     for request in ASKED[2:]:
