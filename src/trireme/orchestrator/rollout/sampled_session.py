@@ -59,8 +59,7 @@ class SampledSession(Session):
             vocab_size=runner.tokenizer.vocab_size or runner.tokenizer.num_tokens,
         )
         super().__init__(spec.task(environment, self.sampling.own), log=log)
-        self.runner, self.environment, self.spec, self.trained = runner, environment, spec, trained
-        self._agent, self._has_programs = environment.config.agent, environment.uses_gateway
+        self.runner, self.environment, self.spec = runner, environment, spec
 
         # variables of the chat template: the environment's table replaces the run's, and each turn's request both
         table = {"chat_template_kwargs": environment.config.chat_template_kwargs}
@@ -81,7 +80,9 @@ class SampledSession(Session):
     def _begin_trajectory(self) -> None:
         # programs change what they send back, so their conversations are never compared to the letter
         runner = self.runner
-        strategy: Strategy = "tolerant" if self._has_programs else runner.config.orchestrator.trajectory_strategy
+        strategy: Strategy = (
+            "tolerant" if self.environment.uses_gateway else runner.config.orchestrator.trajectory_strategy
+        )
         self.trajectory = Trajectory(runner.tokenizer, strategy, runner.pictures, runner.max_model_len)
 
         self._refused: str | None = None  # why the last turn was refused as too long, if it was
@@ -97,7 +98,7 @@ class SampledSession(Session):
         """
         runner = self.runner
         # a program's session numbers its requests, and continues to if it is resumed; all others are counted here
-        number = self._num_asked + 1 if self._agent is None else int(request.call)
+        number = self._num_asked + 1 if self.environment.config.agent is None else int(request.call)
         try:
             # counting a prompt asks no engine and leaves the trajectory as it is
             if request.only_counts:
@@ -112,7 +113,7 @@ class SampledSession(Session):
             # shielded while pictures are read, as a request must take its number even if it is cancelled
             asking = self._count_and_ask(self.trajectory, request)
             asked = await (asking if runner.pictures is None else asyncio.shield(asking))
-            if self.trained and self.trajectory.strategy == "interleaved":
+            if self.sampling.trained and self.trajectory.strategy == "interleaved":
                 runner.note_continuation(asked, self.environment.name, self.spec.example, self.template)
 
             # with a log, a turn that an earlier player asked for is read from disk instead of being sampled again
@@ -221,7 +222,7 @@ class SampledSession(Session):
             life: of the log, when the turn was asked for.
         """
         # expert routes are replayed in training only, and the engine reports those that are not known yet
-        routes_from = prompt.routes_from if self.trained else None
+        routes_from = prompt.routes_from if self.sampling.trained else None
         shown: dict[str, Any] = {}
         if prompt.pictures and (pictures := self.runner.pictures):
             shown = {"pictures": prompt.pictures, "content_parts": await pictures.content_parts(prompt.pictures)}
@@ -277,13 +278,14 @@ class SampledSession(Session):
         for call in reversed(given_up):
             self.trajectory.take_back(self._recorded[call])
 
-        if self._agent is not None:
-            self.trajectory.keep(self._agent.train, only_with_tools=self._agent.only_with_tools)
+        agent = self.environment.config.agent
+        if agent is not None:
+            self.trajectory.keep(agent.train, only_with_tools=agent.only_with_tools)
         runs = self.trajectory.keep_runs(done.runs) if done.runs else []
 
         # an evaluation has a reward even without a model turn; training has nothing to learn from
         samples = self.trajectory.samples()
-        if self.trained and not samples:
+        if self.sampling.trained and not samples:
             asked = "gave up each model turn that it asked for" if self._num_asked else "never asked for a model turn"
             why = self._refused or f"The environment {asked}."
             raise RolloutFailed("rollout", f"{why} Nothing was sampled, so there is nothing to train on.")
@@ -294,8 +296,8 @@ class SampledSession(Session):
 
         # programs branch: record each conversation, and why turns on disk are in no sample
         played: dict[str, Any] = {}
-        if self._has_programs:
-            branches = self.trajectory.branches(has_transcript=self._agent is not None)
+        if self.environment.uses_gateway:
+            branches = self.trajectory.branches(has_transcript=agent is not None)
             played = {"branches": branches, "left_out": self._left_out()}
         return Rollout.of(
             done,
@@ -304,7 +306,7 @@ class SampledSession(Session):
             attempt=self.spec.attempt,
             temperature=self.sampling.sampling.temperature,
             **played,
-            info=done.info if self._agent or not self.trained else {},
+            info=done.info if agent or not self.sampling.trained else {},
             runs=runs,
             samples=samples,
             token_rewards=token_rewards,
