@@ -83,7 +83,6 @@ def _until(goal: float) -> dict[str, Callable[[Result], float | None]]:
         "steps": after("step", None),
         "seconds": after("ended_s", "first_s"),
         "seconds, start-up too": after("ended_s", "began_s"),
-        "CPU seconds": after("cpu_s", "first_cpu_s"),
         "CPU seconds, start-up too": after("cpu_s", None),
     }
 
