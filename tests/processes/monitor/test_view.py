@@ -21,7 +21,7 @@ from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import failure_lines, startup_phase
-from trireme.monitor.progress import ProcessState, Progress
+from trireme.monitor.progress import ProcessState
 from trireme.monitor.run_text import summary
 from trireme.monitor.status import EngineStatus, Status, StatusPoller, StatusWait
 from trireme.monitor.view import LiveView, VfRlView, View, open_view
@@ -200,27 +200,6 @@ def test_the_summary_tells_what_was_learned_and_where_it_lies(stage: Stage) -> N
     ):
         assert part in text
     assert " restart" not in summary(progress, stage.config, 1.0, {"trainer": 0})
-
-
-def test_steps_that_a_run_has_left_by_going_back_are_not_shown() -> None:
-    progress = Progress(9)
-
-    def report(step: int, process: str, **row: float) -> None:
-        progress.add([{"step": step, "process": process, "time_s": 0} | row])
-
-    def train(step: int) -> None:
-        report(step, "orchestrator", **{"reward/mean": step / 10})
-        report(step, "orchestrator", **{"eval/words/reward": step / 10})
-        report(step, "trainer", loss=0.1)
-
-    for step in range(5):
-        train(step)
-    progress.begin_session()
-    train(2)
-    report(3, "orchestrator", **{"reward/mean": 0.3})
-    assert (progress.num_done, progress.recent(9), progress.take_completed()) == (3, [0, 1, 2], [2])
-    assert progress.rewards() == [0.0, 0.1, 0.2, 0.3], "a batch of the new course is there already"
-    assert [each.version for each in progress.evaluations()] == [0, 1, 2]
 
 
 def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,8 @@ from trireme.journal.pictures import PictureFiles
 from trireme.launch.folder import hold_folder
 from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.tools.dashboard import runs as module
-from trireme.tools.dashboard.charts import extremes
 from trireme.tools.dashboard.dashboard import command as dashboard
 from trireme.tools.dashboard.dashboard import listen, require_key
-from trireme.tools.dashboard.history import Metrics
 from trireme.tools.dashboard.logs import TAIL_BYTES, log_files, tail, to_html
 from trireme.tools.dashboard.overview import differences, figures
 from trireme.tools.dashboard.rollouts import nothing_found, serve_pictures
@@ -87,40 +84,6 @@ def test_metrics_are_those_of_the_file_however_it_grows(tmp_path: Path) -> None:
             file.write(data[begin : begin + 97])
         folder.refresh()
     assert shown(folder) == shown(opened(whole)) == expected
-
-
-def test_a_run_that_went_back_shows_nothing_of_the_way_that_it_left() -> None:
-    metrics = Metrics()
-    metrics.add({"step": step, "process": "trainer", "time_s": step, "loss": 1.0} for step in range(10))
-    metrics.add([{"step": 7, "process": "orchestrator", "eval/e/reward": 0.9}])  # it comes late, and is no step back
-    assert (metrics.went_back, len(metrics.series("loss").steps)) == ([], 10)
-    assert metrics.series("eval/e/reward").steps.tolist() == [7]
-    metrics.add({"step": step, "process": "trainer", "time_s": 20 + step, "loss": 2.0} for step in (4, 5))
-    steps, values = metrics.series("loss")
-    assert steps.tolist() == [0, 1, 2, 3, 4, 5]
-    assert values.tolist() == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
-    assert (metrics.went_back, metrics.num_done) == ([4], 6)
-
-
-def test_rows_that_come_while_a_chart_is_drawn_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While numpy copies a column it holds it in place, and lets other threads run."""
-    metrics, copied = Metrics(), np.array
-    rows = [{"step": step, "process": "trainer", "time_s": step, "loss": 1.0 + step} for step in range(3)]
-    metrics.add(rows[:1])
-    writer = threading.Thread(target=metrics.add, args=(rows[1:],))
-
-    def copy(column: Any, dtype: Any) -> Any:
-        with memoryview(column):
-            if writer.ident is None:
-                writer.start()
-            writer.join(0.1)  # a writer that does not wait for this reader ends here
-        return copied(column, dtype)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "array", copy)
-        assert metrics.series("loss").values.tolist() == [1.0]
-    writer.join()
-    assert metrics.series("loss").values.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_path: Path) -> None:
@@ -254,15 +217,6 @@ def test_warnings_that_persist_come_before_those_that_were(tmp_path: Path) -> No
         metrics.append(step, {"policy/entropy": 1.0 if step < 20 else 0.0001, "grad_norm": 500.0 if step == 30 else 1})
     found = [(warned.name, is_lasting) for warned, is_lasting in opened(tmp_path).warnings()]
     assert found == [("entropy_collapse", True), ("grad_norm_spike", False)]
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=900), st.integers(4, 60))
-def test_downsampled_series_keeps_its_lowest_and_highest_points(values: list[float], most: int) -> None:
-    kept = extremes(np.array(values), most)
-    assert len(kept) <= most
-    assert {min(values), max(values)} <= {values[at] for at in kept}
-    assert (kept[0], kept[-1]) == (0, len(values) - 1)
-    assert (np.diff(kept) > 0).all()
 
 
 SECRET = "0123456789abcdef0123456789abcdef"

@@ -1,0 +1,43 @@
+"""Metrics and spans of a run, as its files grow, go back or are damaged."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trireme.tools.dashboard.history import Metrics
+
+
+def test_a_run_that_went_back_shows_nothing_of_the_way_that_it_left() -> None:
+    metrics = Metrics()
+    metrics.add({"step": step, "process": "trainer", "time_s": step, "loss": 1.0} for step in range(10))
+    metrics.add([{"step": 7, "process": "orchestrator", "eval/e/reward": 0.9}])  # it comes late, and is no step back
+    assert (metrics.went_back, len(metrics.series("loss").steps)) == ([], 10)
+    assert metrics.series("eval/e/reward").steps.tolist() == [7]
+    metrics.add({"step": step, "process": "trainer", "time_s": 20 + step, "loss": 2.0} for step in (4, 5))
+    steps, values = metrics.series("loss")
+    assert steps.tolist() == [0, 1, 2, 3, 4, 5]
+    assert values.tolist() == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+    assert (metrics.went_back, metrics.num_done) == ([4], 6)
+
+
+def test_rows_that_come_while_a_chart_is_drawn_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While numpy copies a column it holds it in place, and lets other threads run."""
+    metrics, copied = Metrics(), np.array
+    rows = [{"step": step, "process": "trainer", "time_s": step, "loss": 1.0 + step} for step in range(3)]
+    metrics.add(rows[:1])
+    writer = threading.Thread(target=metrics.add, args=(rows[1:],))
+
+    def copy(column: Any, dtype: Any) -> Any:
+        with memoryview(column):
+            if writer.ident is None:
+                writer.start()
+            writer.join(0.1)  # a writer that does not wait for this reader ends here
+        return copied(column, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "array", copy)
+        assert metrics.series("loss").values.tolist() == [1.0]
+    writer.join()
+    assert metrics.series("loss").values.tolist() == [1.0, 2.0, 3.0]
