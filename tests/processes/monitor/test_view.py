@@ -1,6 +1,5 @@
 """The terminal view, its numbers and the script that shows the logs; and what `vf-rl` says and writes."""
 
-import io
 import json
 import os
 import shutil
@@ -10,56 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from support.engines.answering import answering_http
 from support.processes.stage import until
 from support.processes.stage import write_checkpoint as write_manifest
+from support.runs.view_stage import Stage
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import failure_lines, startup_phase
-from trireme.monitor.progress import ProcessState
-from trireme.monitor.run_text import summary
 from trireme.monitor.status import EngineStatus, Status, StatusPoller, StatusWait
-from trireme.monitor.view import LiveView, VfRlView, View, open_view
+from trireme.monitor.view import LiveView, VfRlView, open_view
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entropy": 1.25, "importance_ratio": 1.02}
-
-
-class Stage:
-    def __init__(self, folder: Path, **values: Any) -> None:
-        self.config = RunConfig.model_validate({"output_dir": str(folder), "name": "demo", "max_steps": 200} | values)
-        self.config.paths.logs.mkdir(parents=True)
-        self.poller = StatusPoller("http://nobody.invalid", folder)  # never started: `latest` is set by hand
-        self.now = 0.0
-        self.out = io.StringIO()
-        names = ("inference", "orchestrator", "trainer")
-        self.processes = [ProcessState(name, "running", self.config.paths.log(name)) for name in names]
-
-    def open(self, kind: type[View] = View) -> View:
-        console = Console(file=self.out, force_terminal=kind is LiveView, width=140, height=60)
-        self.view = kind(self.config, self.poller, console, clock=lambda: self.now)
-        return self.view
-
-    def look(self, *, after_s: float = 1.0) -> str:
-        """Return what the view shows after so long."""
-        self.now += after_s
-        self.out.seek(0)
-        self.out.truncate()
-        self.view.tick(self.processes)
-        return self.out.getvalue()
-
-    def report(self, step: int, process: str, time_s: float = 0.0, **metrics: float) -> None:
-        with open(self.config.paths.metrics, "a") as file:
-            file.write(json.dumps({"step": step, "process": process, "time_s": time_s} | metrics) + "\n")
-
-    def train(self, step: int, *, reward: float = 0.5, pace_s: float = 1.0) -> None:
-        self.report(step, "orchestrator", **{"reward/mean": reward, "lag/mean": 0.9})
-        self.report(step, "trainer", step * pace_s, **NUMBERS, **{"perf/tokens_per_s": 12345.0})
 
 
 @pytest.fixture
@@ -142,16 +106,6 @@ def test_silence_is_broken_by_what_is_being_waited_for(stage: Stage) -> None:
     assert stage.look(after_s=2) == "step 0/200 done, waits: trainer waits 61 s for batch 4\n"
 
 
-def test_a_resumed_run_does_not_tell_its_history_again(stage: Stage) -> None:
-    for step in range(5):
-        stage.train(step)
-    view = stage.open()
-    assert "step" not in stage.look()
-    stage.train(3)  # from the checkpoint of step 3 on
-    assert "step     4/200" in stage.look()
-    assert "(1 in this session)" in summary(view.progress, stage.config, 1.0)
-
-
 def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage: Stage) -> None:
     stage.open()
     with open(stage.config.paths.metrics, "w") as file:
@@ -178,28 +132,6 @@ def test_live_view_shows_progress_processes_and_engines(stage: Stage) -> None:
     parts = ["demo", "step 12/200", "ETA 3:08", "inference", "64 in flight", "trainer waits 3 s for batch 12", "live"]
     parts += ["version 12  http://127.0.0.1:8000", "█", "reward 0.550  loss 0.0123", "eval words 0.412 at version 0"]
     assert [part for part in parts if part not in picture] == []
-
-
-def test_the_summary_tells_what_was_learned_and_where_it_lies(stage: Stage) -> None:
-    for step in range(200):
-        stage.train(step, reward=step / 200)
-    for version, reward in ((0, 0.412), (200, 0.893)):
-        stage.report(version, "orchestrator", **{"eval/reverse-text/reward": reward})
-    for folder in ("weights/step_100", "weights/step_200", "checkpoints"):
-        (stage.config.paths.root / folder).mkdir(parents=True)
-    progress = stage.open().progress
-    text = summary(progress, stage.config, 312, {"inference": 1, "orchestrator": 0, "trainer": 2})
-    for part in (
-        "200 of 200 steps (0 in this session) in 5:12",
-        "reward 0.010 -> 0.985",
-        "held-out reverse-text: 0.412 -> 0.893",
-        f"weights      {stage.config.paths.weights / 'step_200'}",
-        f"none in {stage.config.paths.checkpoints}",
-        str(stage.config.paths.logs),
-        "\n3 restarts: inference 1, trainer 2\n",
-    ):
-        assert part in text
-    assert " restart" not in summary(progress, stage.config, 1.0, {"trainer": 0})
 
 
 def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The progress of a run, from its rows of metrics."""
 
-from trireme.monitor.progress import Progress
+from trireme.monitor import progress
+from trireme.monitor.progress import Ends, Evaluation, Progress
 
 
 def test_steps_that_a_run_has_left_by_going_back_are_not_shown() -> None:
@@ -22,3 +23,25 @@ def test_steps_that_a_run_has_left_by_going_back_are_not_shown() -> None:
     assert (progress.num_done, progress.recent(9), progress.take_completed()) == (3, [0, 1, 2], [2])
     assert progress.rewards() == [0.0, 0.1, 0.2, 0.3], "a batch of the new course is there already"
     assert [each.version for each in progress.evaluations()] == [0, 1, 2]
+
+
+LIMIT = 400
+
+
+def test_long_run_progress_keeps_bounded_rows_but_all_evaluations(monkeypatch) -> None:
+    monkeypatch.setattr(progress, "MOST_STEPS", LIMIT)
+    known = Progress(5 * LIMIT)
+    known.begin_session()
+    evaluated = range(0, 5 * LIMIT, 100)
+    for step in range(5 * LIMIT):
+        row = {"step": step, "process": "orchestrator", "reward/mean": float(step), "time_s": 2.0 * step}
+        known.add([row, {"step": step, "process": "trainer", "loss": 0.5, "time_s": 2.0 * step}])
+        if step in evaluated:
+            known.add([{"step": step, "process": "orchestrator", "eval/a/reward": 1.0 * step, "eval/a-b/reward": None}])
+        assert known.take_completed() == [step]
+        assert known.merged(step)["loss"] == 0.5
+        assert len(known.steps) <= LIMIT
+    assert known.recent(2) == [5 * LIMIT - 2, 5 * LIMIT - 1]
+    assert known.reward_ends() == Ends(first=2.0, last=5 * LIMIT - 3.0, steps=5)
+    assert known.evaluations() == [Evaluation("a", version, float(version)) for version in evaluated]
+    assert known.num_session_steps == 5 * LIMIT

@@ -1,12 +1,17 @@
 """Metrics and spans of a run, as its files grow, go back or are damaged."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from trireme.tools.dashboard.history import Metrics
+from trireme.monitor.spans import Span
+from trireme.monitor.timeline import shares
+from trireme.tools.dashboard import history
+from trireme.tools.dashboard.history import Metrics, Spans
 
 
 def test_a_run_that_went_back_shows_nothing_of_the_way_that_it_left() -> None:
@@ -41,3 +46,25 @@ def test_rows_that_come_while_a_chart_is_drawn_are_all_kept(monkeypatch: pytest.
         assert metrics.series("loss").values.tolist() == [1.0]
     writer.join()
     assert metrics.series("loss").values.tolist() == [1.0, 2.0, 3.0]
+
+
+LIMIT = 400
+
+
+def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(history, "MOST_SPANS", 2 * LIMIT)
+    monkeypatch.setattr(history, "PIECE_BYTES", 4096)
+    written = []
+    for step in range(10 * LIMIT):
+        written += [Span("trainer", "train", 2.0 * step, 0.5, step), Span("trainer", "wait", 2 * step + 0.5, 1.5, step)]
+        written.append(Span("engine e:1", "generate", 2.0 * step, 1.0 if step % 3 else 2.0, step))
+    path = tmp_path / "spans.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in written))
+    spans = Spans(path)
+    assert spans.refresh()
+    extent = spans.extent()
+    assert extent == (0.0, 20.0 * LIMIT)
+    kept = {lane: spans.within(*extent, lane) for lane in ("trainer", "engine e:1")}
+    assert sum(map(len, kept.values())) <= 2 * LIMIT
+    for lane, of_lane in kept.items():
+        assert shares(of_lane, lane, *extent) == pytest.approx(shares(written, lane, *extent), abs=1e-4)
