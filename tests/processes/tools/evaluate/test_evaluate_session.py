@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.engines.weighed_engine import write_weights
-from support.runs.evaluating import TOY, engine, run_eval
+from support.runs.evaluating import TOY, engine, means, run_eval
 from trireme.base.errors import ConfigError, PeerDied
 
 
