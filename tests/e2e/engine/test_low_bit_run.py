@@ -58,7 +58,7 @@ def served_and_trained(
 @pytest.mark.parametrize(
     "kind", ["gpt_oss", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_moe", "deepseek_v3"))]
 )
-def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind: str, tmp_path: Path) -> None:
+def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind, tmp_path):
     sizes = LOW_BIT.get(kind, LATENT) | {"head_dim": 64}
     sizes |= {"rope_parameters": YARN, "max_position_embeddings": 2048} if kind == "gpt_oss" else {}
     attention = ("--trainer.model.attn", ATTENTION.get(kind, "sdpa"))
@@ -70,7 +70,7 @@ def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind: str, tmp
 
 
 @pytest.mark.slow
-def test_an_engine_in_few_bits_rounds_each_version_again_and_is_confirmed(tmp_path: Path) -> None:
+def test_an_engine_in_few_bits_rounds_each_version_again_and_is_confirmed(tmp_path):
     flags = ("--inference.model.dtype", "bfloat16", "--inference.args.quantization", "fp8_per_channel")
     run, served, exact = served_and_trained(tmp_path, "qwen3", WIDE, *flags)
     assert run is not None

@@ -101,7 +101,7 @@ class Sight:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("qwen2_5_vl", "float32"), pytest.param("qwen3_5", "bfloat16", marks=pytest.mark.slow)]
 )
-def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind, dtype, tmp_path):
     folder, close, rng = tmp_path / "model", CLOSE[dtype], np.random.default_rng(0)
     tokens = write_seeing_tokenizer(folder)
     config = build_config(kind, **SIZES[kind], vocab_size=128)

@@ -21,7 +21,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> ChatTokenizer:
+def tokenizer():
     return ChatTokenizer(REPOSITORY / "models" / "reverse-text-tiny")
 
 

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -60,7 +59,7 @@ WRONG: list[Any] = [
 
 
 @pytest.fixture
-def secret(monkeypatch: pytest.MonkeyPatch) -> str:
+def secret(monkeypatch):
     monkeypatch.setenv(TOKEN, SECRET)
     return SECRET
 
@@ -85,7 +84,7 @@ def open_app() -> TestClient:
 # HTTP routes with a token
 
 
-def test_every_route_but_health_requires_the_token(secret: str) -> None:
+def test_every_route_but_health_requires_the_token(secret):
     client = open_app()
     for headers in WRONG:
         for path in ("/pause", "/metrics/deep", "/metrics/health", "/nowhere"):
@@ -104,7 +103,7 @@ def test_every_route_but_health_requires_the_token(secret: str) -> None:
         assert friend.receive_text() == "in"
 
 
-def test_orchestrator_shows_its_token_with_every_engine_request(tmp_path: Path, secret: str) -> None:
+def test_orchestrator_shows_its_token_with_every_engine_request(tmp_path, secret):
     outcome = run(build_config(tmp_path), engine={"token": secret})
     assert (outcome.error, len(outcome.records)) == (None, 3)
     assert outcome.engine.shown == {f"Bearer {secret}"}
@@ -122,7 +121,7 @@ def test_an_engine_with_another_token_never_counts_as_there(secret, monkeypatch,
     assert f"returned 401: its {TOKEN} differs" in caplog.text
 
 
-def test_the_status_key_opens_the_status_alone(tmp_path: Path, secret: str) -> None:
+def test_the_status_key_opens_the_status_alone(tmp_path, secret):
     config = RunConfig.model_validate({"output_dir": str(tmp_path)})
     client = TestClient(build_app(Status(config, Waits("orchestrator"), Peers())))
     bearer = {"Authorization": f"Bearer {status_key()}"}
@@ -148,7 +147,7 @@ def test_the_status_key_opens_the_status_alone(tmp_path: Path, secret: str) -> N
         {"Sec-Fetch-Site": "same-site"},
     ],
 )
-def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers) -> None:
+def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers):
     client = open_app()
     for path in ("/pause", "/weight_info", "/collective_rpc"):
         assert client.post(path, headers=headers).status_code == 403
@@ -168,7 +167,7 @@ def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers) -> None:
         (b"", 403),
     ],
 )
-def test_of_the_methods_of_a_worker_only_ours_can_be_called(body: bytes, code: int) -> None:
+def test_of_the_methods_of_a_worker_only_ours_can_be_called(body, code):
     answer = open_app().post("/collective_rpc", content=body)
     assert answer.status_code == code
     if code == 200:
@@ -179,7 +178,7 @@ OPENING = "host port uds middleware api_key allowed-origins ssl_keyfile config h
 
 
 @pytest.mark.parametrize("name", OPENING.split())
-def test_arguments_of_vllm_do_not_open_its_server(name: str) -> None:
+def test_arguments_of_vllm_do_not_open_its_server(name):
     (message,) = refusals(f"""--inference.args '{{"{name}" = "0.0.0.0"}}'""", "inference.args")
     assert f"inference.args.{name.replace('_', '-')}" in message
 
@@ -187,7 +186,7 @@ def test_arguments_of_vllm_do_not_open_its_server(name: str) -> None:
 # the key in a run's folder
 
 
-def test_a_key_lies_in_the_run_folder_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_key_lies_in_the_run_folder_for_its_owner_alone(tmp_path):
     assert make_token()
     assert not make_token()  # a token that was given stays
     write_key(tmp_path, token())
@@ -201,7 +200,7 @@ def test_a_key_lies_in_the_run_folder_for_its_owner_alone(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_token_is_sent_to_an_address_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_is_sent_to_an_address_out_of_a_folder(tmp_path, monkeypatch):
     shown: list[str | None] = []
     with answering_http(lambda _, bearer: shown.append(bearer) or (404, b"")) as port:
         monkeypatch.setenv(TOKEN, SECRET)
@@ -282,7 +281,7 @@ def test_whoever_is_turned_away_does_not_knock_a_thousand_times(monkeypatch, our
     assert 1 <= knocks < 50
 
 
-def test_the_answer_comes_once_the_orchestrator_has_the_right_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_comes_once_the_orchestrator_has_the_right_token(monkeypatch):
     """A wrong one is no reason to end: whoever set it may be about to put it right."""
     port = free_port()
     found: list[object] = []
@@ -298,7 +297,7 @@ def test_the_answer_comes_once_the_orchestrator_has_the_right_token(monkeypatch:
     assert found == [Ok()]
 
 
-def test_a_stranger_who_knows_the_servers_key_alone_is_turned_away(secret: str) -> None:
+def test_a_stranger_who_knows_the_servers_key_alone_is_turned_away(secret):
     """The key of a CURVE server is called public; here it is not enough."""
     with hearing() as (address, asked), zmq.Context.instance().socket(zmq.DEALER) as stranger:
         stranger.linger, stranger.rcvtimeo = 0, int(SOON_S * 1000)
@@ -344,7 +343,7 @@ def tapped(address: str, heard: bytearray) -> Iterator[str]:
         yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_control_connection_to_another_machine_has_a_heartbeat() -> None:
+def test_control_connection_to_another_machine_has_a_heartbeat():
     for host, option, value in [("203.0.113.1", "timeout", SILENCE_S * 1000), ("127.0.0.1", "ivl", 0)]:
         client = ControlClient(f"tcp://{host}:1", Waits("trainer"))
         assert getattr(client._socket, f"heartbeat_{option}") == value

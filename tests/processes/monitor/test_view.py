@@ -27,11 +27,11 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
+def stage(tmp_path):
     return Stage(tmp_path)
 
 
-def test_a_completed_step_and_an_evaluation_are_one_plain_line_each(stage: Stage) -> None:
+def test_a_completed_step_and_an_evaluation_are_one_plain_line_each(stage):
     stage.open()
     stage.look()
     stage.train(10, pace_s=0.5)
@@ -47,7 +47,7 @@ def test_a_completed_step_and_an_evaluation_are_one_plain_line_each(stage: Stage
     assert "waits: w7" in stage.look()
 
 
-def test_a_warning_is_a_plain_line_once(stage: Stage) -> None:
+def test_a_warning_is_a_plain_line_once(stage):
     stage.open()
     stage.train(0)
     stage.report(1, "trainer", skipped_update=1.0)
@@ -56,7 +56,7 @@ def test_a_warning_is_a_plain_line_once(stage: Stage) -> None:
     assert "warning" not in stage.look()
 
 
-def test_each_change_of_state_is_a_line_once(stage: Stage) -> None:
+def test_each_change_of_state_is_a_line_once(stage):
     stage.open()
     started = ["run: starting", "inference: running", "orchestrator: running", "trainer: running"]
     assert stage.look().splitlines() == started
@@ -71,7 +71,7 @@ def test_each_change_of_state_is_a_line_once(stage: Stage) -> None:
     assert stage.look() == "trainer: running -> running, restarted 2x\n"
 
 
-def test_each_part_of_the_start_is_told_once_with_its_seconds(tmp_path: Path) -> None:
+def test_each_part_of_the_start_is_told_once_with_its_seconds(tmp_path):
     stage = Stage(tmp_path, orchestrator={"eval": {"interval": 5}})
     stage.open()
     stage.look()
@@ -89,7 +89,7 @@ def test_each_part_of_the_start_is_told_once_with_its_seconds(tmp_path: Path) ->
     assert "the first step: 1 s" in stage.look().splitlines()
 
 
-def test_silence_is_broken_by_what_is_being_waited_for(stage: Stage) -> None:
+def test_silence_is_broken_by_what_is_being_waited_for(stage):
     stage.open()
     stage.look()
     stage.config.paths.log("inference").write_text("INFO Starting to load model m\n")
@@ -106,7 +106,7 @@ def test_silence_is_broken_by_what_is_being_waited_for(stage: Stage) -> None:
     assert stage.look(after_s=2) == "step 0/200 done, waits: trainer waits 61 s for batch 4\n"
 
 
-def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage: Stage) -> None:
+def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage):
     stage.open()
     with open(stage.config.paths.metrics, "w") as file:
         file.write('{"step": 0, "process": "trainer", "loss": "much"}\n{"step": 1, "process": "trainer"}\n')
@@ -115,7 +115,7 @@ def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage: Stage) -> Non
     assert stage.look() == "", "it stays off"
 
 
-def test_live_view_shows_progress_processes_and_engines(stage: Stage) -> None:
+def test_live_view_shows_progress_processes_and_engines(stage):
     stage.config.paths.log("inference").write_text("(EngineCore pid=1) INFO Loading weights took 3 s\n")
     view = stage.open(LiveView)
     assert "loading the model" in stage.look(), "before anything else is known"
@@ -134,7 +134,7 @@ def test_live_view_shows_progress_processes_and_engines(stage: Stage) -> None:
     assert [part for part in parts if part not in picture] == []
 
 
-def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> None:
+def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path):
     log = tmp_path / "inference.stdout"
     core = "(EngineCore pid=7) Traceback (most recent call last):\n(EngineCore pid=7)   File x\n"
     api = "Traceback (most recent call last):\n  File y\nRuntimeError: Engine core failed. See root cause above.\n"
@@ -153,7 +153,7 @@ def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> Non
     assert (startup_phase(log, start), failure_lines(log, start)) == ("starting", [])
 
 
-def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(tmp_path, monkeypatch) -> None:
+def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.monitor.status.POLL_S", 0.01)
     answers = [b'{"state": "running", "waits": [{"who": "trainer", "waited_s": 3}], "new": 1}']
     said = Status(state="running", waits=(StatusWait(who="trainer", waited_s=3),))
@@ -167,7 +167,7 @@ def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(tmp_path, monk
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_tmux_panes_follow_logs_that_do_not_exist_yet(tmp_path: Path) -> None:
+def test_tmux_panes_follow_logs_that_do_not_exist_yet(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TMUX"} | {"TMUX_TMPDIR": str(tmp_path)}
     logs = tmp_path / "a run" / "logs"
 
@@ -225,7 +225,7 @@ class VfRlStage(Stage):
 
 
 @pytest.fixture
-def vf_rl(tmp_path: Path) -> VfRlStage:
+def vf_rl(tmp_path):
     return VfRlStage(tmp_path)
 
 

@@ -3,7 +3,6 @@
 import json
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -25,7 +24,7 @@ LIMIT = 400
 
 
 @pytest.fixture(autouse=True)
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_limits(monkeypatch):
     """Twenty times as long as the limits is long enough to see that nothing grows."""
     monkeypatch.setattr(history, "MOST_SPANS", 2 * LIMIT)
     monkeypatch.setattr(progress, "MOST_STEPS", LIMIT)
@@ -50,7 +49,7 @@ READERS: dict[str, Callable[[RunConfig], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_long_file_of_metrics_is_read_in_pieces(reader: str, tmp_path: Path) -> None:
+def test_a_long_file_of_metrics_is_read_in_pieces(reader, tmp_path):
     config = RunConfig.model_validate({"output_dir": str(tmp_path)})
     write_run(config, config.paths.run_config)
     row = {"step": 1, "process": "trainer", "time_s": 1.0} | {f"name/{n}": 0.5 for n in range(20)}

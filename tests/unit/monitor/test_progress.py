@@ -4,7 +4,7 @@ from trireme.monitor import progress
 from trireme.monitor.progress import Ends, Evaluation, Progress
 
 
-def test_steps_that_a_run_has_left_by_going_back_are_not_shown() -> None:
+def test_steps_that_a_run_has_left_by_going_back_are_not_shown():
     progress = Progress(9)
 
     def report(step: int, process: str, **row: float) -> None:
@@ -28,7 +28,7 @@ def test_steps_that_a_run_has_left_by_going_back_are_not_shown() -> None:
 LIMIT = 400
 
 
-def test_long_run_progress_keeps_bounded_rows_but_all_evaluations(monkeypatch) -> None:
+def test_long_run_progress_keeps_bounded_rows_but_all_evaluations(monkeypatch):
     monkeypatch.setattr(progress, "MOST_STEPS", LIMIT)
     known = Progress(5 * LIMIT)
     known.begin_session()

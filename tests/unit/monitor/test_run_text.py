@@ -1,7 +1,5 @@
 """What a run says of itself at its end."""
 
-from pathlib import Path
-
 import pytest
 
 from support.runs.view_stage import Stage
@@ -9,11 +7,11 @@ from trireme.monitor.run_text import summary
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
+def stage(tmp_path):
     return Stage(tmp_path)
 
 
-def test_a_resumed_run_does_not_tell_its_history_again(stage: Stage) -> None:
+def test_a_resumed_run_does_not_tell_its_history_again(stage):
     for step in range(5):
         stage.train(step)
     view = stage.open()
@@ -23,7 +21,7 @@ def test_a_resumed_run_does_not_tell_its_history_again(stage: Stage) -> None:
     assert "(1 in this session)" in summary(view.progress, stage.config, 1.0)
 
 
-def test_the_summary_tells_what_was_learned_and_where_it_lies(stage: Stage) -> None:
+def test_the_summary_tells_what_was_learned_and_where_it_lies(stage):
     for step in range(200):
         stage.train(step, reward=step / 200)
     for version, reward in ((0, 0.412), (200, 0.893)):

@@ -9,7 +9,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/reliability.md"])
-def test_files_that_a_page_names_exist(page: str) -> None:
+def test_files_that_a_page_names_exist(page):
     places = (*(REPOSITORY / name for name in ("src/trireme", "packages/trireme-worker", "tests")), REPOSITORY)
     text = (REPOSITORY / page).read_text()
     named = re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`", text)

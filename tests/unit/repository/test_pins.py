@@ -11,7 +11,7 @@ LOCK = REPOSITORY / "uv.lock"
 
 
 @pytest.mark.skipif(not LOCK.exists(), reason="uv writes what it resolved to uv.lock, and did not install this")
-def test_every_package_of_every_resolution_is_pinned() -> None:
+def test_every_package_of_every_resolution_is_pinned():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     uv, groups = project["tool"]["uv"], project["dependency-groups"].values()
     texts = [*project["project"]["dependencies"], *(text for group in groups for text in group)]

@@ -125,7 +125,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 18393
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     return Path(shutil.copytree(SHIPPED, tmp_path / "model"))
 
 

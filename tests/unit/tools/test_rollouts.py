@@ -86,7 +86,7 @@ def test_eval_view_finds_runs_and_evaluations_but_skips_weights(tmp_path):
     assert [run_title(folder, [tmp_path]) for folder in (tmp_path, run.root)] == [tmp_path.name, f"{tmp_path.name}/run"]
 
 
-def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order() -> None:
+def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order():
     calls = [{"id": "a", "function": {"name": "python", "arguments": '{"code": "print(6*7)\\nx"}'}}]
     completion = [
         {"role": "assistant", "content": "<think>I shall compute.</think>", "tool_calls": calls},

@@ -38,7 +38,7 @@ echo "$*" >>{0}/words
 
 
 @pytest.fixture
-def folder(here, monkeypatch) -> Path:
+def folder(here, monkeypatch):
     for name, text in FORMATS.items():
         Path(f"{name}.toml").write_text(text)
     Path("environments").symlink_to(ROOT / "environments")

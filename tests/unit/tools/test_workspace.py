@@ -19,7 +19,7 @@ ENVIRONMENTS = {"alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-s
 
 
 @pytest.fixture
-def lab_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def lab_folder(tmp_path, monkeypatch):
     folder = tmp_path / "My Lab"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -24,7 +24,7 @@ from trireme.trainer.publish.served_weights import served_tensors
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return tiny.save_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
 
 
@@ -37,7 +37,7 @@ def save_steps(folder: Path, steps: list[int], model: Path, world: World, **conf
 
 
 @pytest.fixture(scope="module")
-def saved_1_and_2(tmp_path_factory: pytest.TempPathFactory, model: Path, world: World) -> Path:
+def saved_1_and_2(tmp_path_factory, model, world):
     folder = tmp_path_factory.mktemp("checkpoints")
     state = tiny.open_state(model, world)
     for version in (1, 2):
@@ -46,7 +46,7 @@ def saved_1_and_2(tmp_path_factory: pytest.TempPathFactory, model: Path, world: 
 
 
 @pytest.fixture
-def copy(saved_1_and_2: Path, tmp_path: Path) -> Path:
+def copy(saved_1_and_2, tmp_path):
     return Path(shutil.copytree(saved_1_and_2, tmp_path / "checkpoints"))
 
 
@@ -187,14 +187,14 @@ def export(trained: PreTrainedModel, folder: Path, world: World, *, tokenizer: P
 
 
 @pytest.fixture(scope="module")
-def trained(model: Path, world: World) -> PreTrainedModel:
+def trained(model, world):
     state = tiny.open_state(model, world)
     tiny.train_step(state, tiny.random_samples([20, 30]), world)
     return state.model
 
 
 @pytest.fixture(scope="module")
-def exported(trained: PreTrainedModel, model: Path, world: World, tmp_path_factory) -> Path:
+def exported(trained, model, world, tmp_path_factory):
     return export(trained, tmp_path_factory.mktemp("exported"), world, tokenizer=model, dtype=torch.float32)
 
 

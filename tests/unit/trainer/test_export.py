@@ -19,13 +19,12 @@ from trireme.trainer.checkpoint.hf_files import write_model
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
 from trireme.trainer.optim.optimizer import build_optimizer
-from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.transport.weights.buckets import spec_of
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tiny_model, world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     state = open_state(tiny_model, world)
     for step in range(2):
@@ -119,7 +118,7 @@ def test_files_of_the_most_allowed_size_hold_all_tensors_once(tmp_path):
 
 
 @pytest.fixture
-def adapted(tiny_model: Path, world: World, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+def adapted(tiny_model, world, tmp_path):
     base = shutil.copytree(tiny_model, tmp_path / "base")
     model = load_model(TrainerModel(lora=Lora(rank=2, alpha=8)), str(base), world)
     state = TrainerState(model, build_optimizer(model, Optimizer(lr=1e-2)))

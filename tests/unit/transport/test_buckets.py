@@ -2,11 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import peft
 import pytest
@@ -40,7 +38,7 @@ def patches(model: Tensors, before: Tensors | None) -> list[Patch]:
 
 
 @pytest.fixture(scope="module")
-def ends() -> Iterator[Ends]:
+def ends():
     with closing(Ends(2, timeout_s=DEADLINE_S, delta=True)) as opened:
         yield opened
 
@@ -113,12 +111,12 @@ def test_transfers_may_alternate_between_received_ahead_and_direct():
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
-def adapters(base: Path) -> Path:
+def adapters(base):
     settings = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(base.parent / "adapters")
     return base.parent / "adapters"

@@ -10,7 +10,7 @@ from trireme.tools.dashboard.history import Metrics
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=900), st.integers(4, 60))
-def test_downsampled_series_keeps_its_lowest_and_highest_points(values: list[float], most: int) -> None:
+def test_downsampled_series_keeps_its_lowest_and_highest_points(values, most):
     kept = extremes(np.array(values), most)
     assert len(kept) <= most
     assert {min(values), max(values)} <= {values[at] for at in kept}
@@ -21,7 +21,7 @@ def test_downsampled_series_keeps_its_lowest_and_highest_points(values: list[flo
 LIMIT = 400
 
 
-def test_curve_of_a_long_run_has_few_points_with_its_spike() -> None:
+def test_curve_of_a_long_run_has_few_points_with_its_spike():
     metrics = Metrics()
     for step in range(20 * LIMIT):
         loss = np.sin(step) + (100.0 if step == 37 else 0.0)

@@ -39,7 +39,7 @@ from trireme.transport.dashboard_key import KEY, RequireKey, address_of, key_of
 
 
 @pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pause(monkeypatch):
     monkeypatch.setattr(module, "REFRESH_S", -1.0)
     monkeypatch.setattr(module, "SEARCH_S", -1.0)
 
@@ -49,7 +49,7 @@ def shown(run: RunFolder) -> dict[str, list[tuple[int, float]]]:
     return {name: list(zip(steps.tolist(), map(repr, values), strict=True)) for name, (steps, values) in series.items()}
 
 
-def test_metrics_are_those_of_the_file_however_it_grows(tmp_path: Path) -> None:
+def test_metrics_are_those_of_the_file_however_it_grows(tmp_path):
     """A name of several processes is the trainer's."""
     whole = write(tmp_path / "whole", range(5))
     MetricsFile(whole / "metrics.jsonl", "orchestrator").append(0, {"eval/e/reward": 0.25})
@@ -68,7 +68,7 @@ def test_metrics_are_those_of_the_file_however_it_grows(tmp_path: Path) -> None:
     assert shown(folder) == shown(opened(whole)) == expected
 
 
-def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_path: Path) -> None:
+def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_path):
     library = Library([tmp_path / "later"])
     library.search()
     (folder,) = library.runs()
@@ -86,7 +86,7 @@ def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_pa
     assert folder.metrics.series("reward/mean").values.tolist() == [7.0, 8.0]
 
 
-def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path: Path) -> None:
+def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path):
     run = write(tmp_path / "run", range(2), config={})
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b'\x00\xff{"step": 2, "process"\n[1, 2]\n{"step": "x", "process": "trainer"}\n')
@@ -96,7 +96,7 @@ def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path: Path) -> None:
     assert folder.config == {}
 
 
-def test_dashboard_lists_runs_below_a_folder_without_reading_them(tmp_path: Path) -> None:
+def test_dashboard_lists_runs_below_a_folder_without_reading_them(tmp_path):
     for name in ("a/wordle", "b/wordle", "plain", "deep/er/still", *(f"many/run-{n}" for n in range(9))):
         write(tmp_path / name, range(1))
     (tmp_path / "only-planned" / "configs").mkdir(parents=True)
@@ -112,9 +112,7 @@ def test_dashboard_lists_runs_below_a_folder_without_reading_them(tmp_path: Path
     assert RunSet(Library([]), chosen).link("/tokens", step=3, find=None) == "/tokens?run=a%2Fb&run=c+%26+d&step=3"
 
 
-def test_a_folder_that_cannot_be_entered_takes_no_other_run_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_entered_takes_no_other_run_down(tmp_path, monkeypatch):
     """Root may enter all folders, so the calls of the system refuse."""
     write(tmp_path / "mine", range(1))
     theirs = write(tmp_path / "theirs", range(1)) / "run"
@@ -137,7 +135,7 @@ def test_a_folder_that_cannot_be_entered_takes_no_other_run_down(
     assert library.runs()[-1].state == "not there yet"
 
 
-def test_run_is_live_while_a_launcher_or_its_orchestrator_runs(tmp_path: Path) -> None:
+def test_run_is_live_while_a_launcher_or_its_orchestrator_runs(tmp_path):
     said = {"state": "running", "version": 3}
     with answering_http(lambda *_: (200, json.dumps(said).encode())) as port:
         server = {"orchestrator": {"server": {"host": "127.0.0.1", "port": port}}, "max_steps": 5}
@@ -155,13 +153,13 @@ def test_run_is_live_while_a_launcher_or_its_orchestrator_runs(tmp_path: Path) -
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"])))
-def test_whatever_a_process_wrote_is_shown_as_text(line: str) -> None:
+def test_whatever_a_process_wrote_is_shown_as_text(line):
     page = Reader(to_html([line]))
     assert page.tags == {"span"}
     assert "".join(page.texts) == line
 
 
-def test_dashboard_shows_the_newest_whole_lines_of_a_long_log(tmp_path: Path) -> None:
+def test_dashboard_shows_the_newest_whole_lines_of_a_long_log(tmp_path):
     (tmp_path / "logs").mkdir()
     for name in ("environment-x-0", "trainer", "inference-1", "orchestrator"):
         (tmp_path / "logs" / f"{name}.stdout").touch()
@@ -179,7 +177,7 @@ def test_dashboard_shows_the_newest_whole_lines_of_a_long_log(tmp_path: Path) ->
     assert tail(tmp_path / "none").lines == []
 
 
-def test_warnings_that_persist_come_before_those_that_were(tmp_path: Path) -> None:
+def test_warnings_that_persist_come_before_those_that_were(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer")
     for step in range(40):
         metrics.append(step, {"policy/entropy": 1.0 if step < 20 else 0.0001, "grad_norm": 500.0 if step == 30 else 1})
@@ -253,7 +251,7 @@ def test_dashboard_refuses_a_requested_port_that_is_taken(monkeypatch):
             assert listener.getsockname()[1] != port
 
 
-def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path: Path) -> None:
+def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path):
     files = PictureFiles(tmp_path / "run" / "journal" / "pictures")
     good, changed = (files.add(picture_file(4, 4, shade)) for shade in (0, 1))
     files.path(changed).write_bytes(b"another picture")
@@ -267,7 +265,7 @@ def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path: Path) 
     assert {answer.status_code for answer in others} == {404}
 
 
-def test_no_name_out_of_a_run_is_formatted_into_properties_that_are_parsed() -> None:
+def test_no_name_out_of_a_run_is_formatted_into_properties_that_are_parsed():
     """NiceGUI parses text for `props()`, and takes a property that begins with `:` for JavaScript."""
     files = Path("src/trireme/tools/dashboard").glob("*.py")
     calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]

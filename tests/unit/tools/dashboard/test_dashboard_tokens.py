@@ -5,7 +5,6 @@ import html
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,7 +38,7 @@ EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x1b[31m"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunConfig:
+def run(tmp_path):
     return write_whole_run(tmp_path / "run", batches=3)
 
 
@@ -71,7 +70,7 @@ def samples_in(run: RunConfig, step: int) -> list[Tokens]:
     return [sample.tokens for sample in samples_of(Journal(run.paths.journal).read(step).rollouts)]
 
 
-def test_trainer_logprobs_are_found_for_every_token_of_their_batch(run: RunConfig) -> None:
+def test_trainer_logprobs_are_found_for_every_token_of_their_batch(run):
     """Three ranks pack the batch. A file that is torn, and a batch that was sampled again, are as if not there."""
     train(run, 1, world=3)
     known = read_logprobs(run.paths.logprobs, 1)
@@ -113,7 +112,7 @@ def played(**changes: Any) -> Rollout:
     return Rollout(env="a", example=0, reward=1.0, temperature=1.0, **changes)
 
 
-def test_figures_of_a_sample_by_hand_and_all_that_is_known_of_a_token() -> None:
+def test_figures_of_a_sample_by_hand_and_all_that_is_known_of_a_token():
     shown = columns()
     assert shown.ratios[2:].tolist() == pytest.approx([0.5, 1.0, 0.5])
     assert np.isnan(shown.ratios[:2]).all()
@@ -136,7 +135,7 @@ def test_figures_of_a_sample_by_hand_and_all_that_is_known_of_a_token() -> None:
     assert "trainer" not in colours_of([masked])
 
 
-def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> None:
+def test_one_span_of_each_token_and_its_text_is_the_tokens(run):
     write_tokenizer(run.paths.weights / "step_2")
     train(run, 2, world=1)
     loaded = load_rollout(RunReader(run.paths.root), 2, 1)
@@ -150,7 +149,7 @@ def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> No
     assert [row.group for row in loaded.group] == [loaded.record.row.group] * 3
 
 
-def test_what_a_model_wrote_is_never_markup() -> None:
+def test_what_a_model_wrote_is_never_markup():
     said = [
         {"role": "user", "content": EVIL},
         {"role": EVIL, "content": EVIL, "tool_calls": [{"function": {"name": EVIL, "arguments": {EVIL: EVIL}}}]},
@@ -170,7 +169,7 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     assert "\x1b" not in page
 
 
-def test_session_is_drawn_as_a_tree_of_branching_conversations() -> None:
+def test_session_is_drawn_as_a_tree_of_branching_conversations():
     def say(*words: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": word} for word in words]
 

@@ -1,7 +1,6 @@
 """Metrics and spans of a run, as its files grow, go back or are damaged."""
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from trireme.tools.dashboard import history
 from trireme.tools.dashboard.history import Metrics, Spans
 
 
-def test_a_run_that_went_back_shows_nothing_of_the_way_that_it_left() -> None:
+def test_a_run_that_went_back_shows_nothing_of_the_way_that_it_left():
     metrics = Metrics()
     metrics.add({"step": step, "process": "trainer", "time_s": step, "loss": 1.0} for step in range(10))
     metrics.add([{"step": 7, "process": "orchestrator", "eval/e/reward": 0.9}])  # it comes late, and is no step back
@@ -27,7 +26,7 @@ def test_a_run_that_went_back_shows_nothing_of_the_way_that_it_left() -> None:
     assert (metrics.went_back, metrics.num_done) == ([4], 6)
 
 
-def test_rows_that_come_while_a_chart_is_drawn_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_come_while_a_chart_is_drawn_are_all_kept(monkeypatch):
     """While numpy copies a column it holds it in place, and lets other threads run."""
     metrics, copied = Metrics(), np.array
     rows = [{"step": step, "process": "trainer", "time_s": step, "loss": 1.0 + step} for step in range(3)]
@@ -51,7 +50,7 @@ def test_rows_that_come_while_a_chart_is_drawn_are_all_kept(monkeypatch: pytest.
 LIMIT = 400
 
 
-def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path: Path, monkeypatch) -> None:
+def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path, monkeypatch):
     monkeypatch.setattr(history, "MOST_SPANS", 2 * LIMIT)
     monkeypatch.setattr(history, "PIECE_BYTES", 4096)
     written = []

@@ -19,7 +19,7 @@ EVERYTHING = 10_000
 
 
 @pytest.fixture(scope="module")
-def rich_run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def rich_run(tmp_path_factory):
     config = write_whole_run(tmp_path_factory.mktemp("run"), batches=5, rich=True)
     rewrite_batch(config, 1, _say_other_things)
     return config
@@ -32,7 +32,7 @@ def _say_other_things(record: BatchRecord) -> None:
 
 
 @pytest.fixture(scope="module")
-def table(rich_run: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> RolloutIndex:
+def table(rich_run, tmp_path_factory):
     return filled(rich_run, tmp_path_factory.mktemp("cache"))
 
 
@@ -69,11 +69,11 @@ def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
         *("reward<=1.3 rollout>1", "reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
     ],
 )
-def test_a_search_finds_what_the_viewer_finds(rich_run: RunConfig, table: RolloutIndex, line: str) -> None:
+def test_a_search_finds_what_the_viewer_finds(rich_run, table, line):
     assert found(table, line) == found_by_the_viewer(rich_run, line)
 
 
-def test_rollout_index_follows_changed_damaged_and_removed_batches(tmp_path: Path) -> None:
+def test_rollout_index_follows_changed_damaged_and_removed_batches(tmp_path):
     run = write_whole_run(tmp_path / "run", batches=4)
     before = {path: path.stat().st_mtime_ns for path in run.paths.root.rglob("*")}
     table = filled(run, tmp_path / "cache")
@@ -95,7 +95,7 @@ def test_rollout_index_follows_changed_damaged_and_removed_batches(tmp_path: Pat
 
 
 @pytest.mark.parametrize("content", [b"", b"no table at all" * 1000])
-def test_damaged_rollout_index_is_rebuilt(tmp_path: Path, content: bytes) -> None:
+def test_damaged_rollout_index_is_rebuilt(tmp_path, content):
     run = write_whole_run(tmp_path / "run", batches=2)
     file = RolloutIndex(run.paths.root, tmp_path).file
     file.write_bytes(content)
@@ -109,9 +109,7 @@ def test_damaged_rollout_index_is_rebuilt(tmp_path: Path, content: bytes) -> Non
     assert found(table, "") == before
 
 
-def test_rollout_index_starts_its_process_only_for_missing_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollout_index_starts_its_process_only_for_missing_batches(tmp_path, monkeypatch):
     started: list[tuple[int, int]] = []
     monkeypatch.setattr(rollout_index, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(rollout_index, "QUIET_S", 0.0)

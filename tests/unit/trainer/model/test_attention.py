@@ -23,7 +23,6 @@ from trireme.trainer.model.cpu_attention import attend_on_cpu
 from trireme.trainer.model.forward import attach_scorer, scorer_of, shared_frac
 from trireme.trainer.model.packing.attention import ARGUMENT, FLASH, PackedRow, row_given, use_packed_attention
 from trireme.trainer.parallel.context_parallel import SharedRow, Team, share_attention
-from trireme.trainer.parallel.mesh import World
 
 CPU = torch.device("cpu")
 
@@ -35,7 +34,7 @@ def build_model() -> PreTrainedModel:
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))
-def test_buckets_hold_every_sample_once_and_waste_less_than_a_quarter(lengths: list[int]) -> None:
+def test_buckets_hold_every_sample_once_and_waste_less_than_a_quarter(lengths):
     found = buckets(lengths)
     assert sorted(index for bucket in found for index in bucket) == list(range(len(lengths)))
     for bucket in found:
@@ -45,7 +44,7 @@ def test_buckets_hold_every_sample_once_and_waste_less_than_a_quarter(lengths: l
 
 
 @given(st.lists(st.lists(st.sampled_from([1, 256, 65536]), min_size=1, max_size=8), min_size=1, max_size=12))
-def test_packed_samples_share_exactly_their_common_prefixes(samples: list[list[int]]) -> None:
+def test_packed_samples_share_exactly_their_common_prefixes(samples):
     found = share_prefixes(np.concatenate(samples).astype(np.int32), [len(sample) for sample in samples])
     beginnings = [tuple(sample[: end + 1]) for sample in samples for end in range(len(sample))]
     place_of: dict[tuple[int, ...], int] = {}
@@ -78,7 +77,7 @@ def test_a_model_whose_samples_see_one_another_without_a_mask_keeps_it(world):
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 3), (8, 1)])
-def test_short_attention_has_the_results_and_gradients_of_the_formula(heads: int, groups: int) -> None:
+def test_short_attention_has_the_results_and_gradients_of_the_formula(heads, groups):
     draw = torch.Generator().manual_seed(heads * 100 + groups)
     inputs = [
         torch.randn(5, count, 23, size, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -94,7 +93,7 @@ def test_short_attention_has_the_results_and_gradients_of_the_formula(heads: int
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_of_a_shared_row_sees_a_tokens_own_sample_and_window(window: int | None) -> None:
+def test_attention_of_a_shared_row_sees_a_tokens_own_sample_and_window(window):
     row = SharedRow(Team(1, 2), [5, 6], CPU)  # rank 1's part begins within the second sample
     query = torch.zeros(1, 1, 12, 4)
     mask = row.mask("sdpa", window, query)[0, 0]
@@ -142,7 +141,7 @@ def test_flash_attention_of_a_row_is_that_of_sdpa_with_a_mask(heads, groups, siz
 
 
 @pytest.mark.parametrize("fault", [{"sliding_window": 5, "layer": 1}, {"sliding_window": None}, {"softcap": 9.0}])
-def test_attention_that_the_flash_kernel_lacks_keeps_its_masks(fault: dict[str, Any], world: World) -> None:
+def test_attention_that_the_flash_kernel_lacks_keeps_its_masks(fault, world):
     """A window that a layer has not by its configuration, one that it does not pass on, and capped scores."""
     config = build_config("gemma3_text")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -158,7 +157,7 @@ def test_attention_that_the_flash_kernel_lacks_keeps_its_masks(fault: dict[str, 
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_team_runs_flash_attention() -> None:
+def test_a_team_runs_flash_attention():
     model, row = build_model(), SharedRow(Team(), [5, 6], CPU)
     inputs = {"input_ids": torch.arange(11)[None], "position_ids": row.position_ids, "use_cache": False}
     with torch.no_grad(), flash_on_cpu() as windows:
@@ -172,7 +171,7 @@ def test_a_team_runs_flash_attention() -> None:
 
 
 @pytest.mark.parametrize(("attention", "team_size", "problem"), [("eager", 2, '"eager"'), ("sdpa", 3, "4 attention")])
-def test_attention_that_cannot_be_shared_is_refused(attention: str, team_size: int, problem: str) -> None:
+def test_attention_that_cannot_be_shared_is_refused(attention, team_size, problem):
     model = build_model()
     model.set_attn_implementation(attention)
     with pytest.raises(ConfigError, match=problem):

@@ -52,13 +52,13 @@ FLASH = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
     return {kind: save_family(root / kind, build_config(kind)) for kind in CONFIGS | SIBLINGS}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_it_is_the_model_that_transformers_loads(checkpoints: dict[str, Path], kind: str, world: World) -> None:
+def test_it_is_the_model_that_transformers_loads(checkpoints, kind, world):
     """With eager attention where it has no other."""
     options = {"dtype": torch.float32, "attn_implementation": ATTENTION.get(kind, "sdpa")}
     expected = AutoModelForCausalLM.from_pretrained(checkpoints[kind], **options).train()
@@ -102,7 +102,7 @@ def test_published_weight_names_map_to_the_model_and_back(checkpoints, kind, wor
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, *SIBLINGS])
-def test_samples_of_a_packed_row_are_as_each_alone(checkpoints, kind: str, world: World) -> None:
+def test_samples_of_a_packed_row_are_as_each_alone(checkpoints, kind, world):
     """In logprobs and gradients, where layers are recomputed and prefixes shared."""
     scorer = compare_with_each_alone(TrainerModel(ac=ActivationCheckpointing()), checkpoints[kind], world)
     is_packed = kind not in (*WINDOWS, *WITH_MASKS)
@@ -111,7 +111,7 @@ def test_samples_of_a_packed_row_are_as_each_alone(checkpoints, kind: str, world
 
 
 @pytest.mark.parametrize("kind", FLASH)
-def test_samples_under_flash_attention_are_as_each_alone(checkpoints, kind: str, world: World) -> None:
+def test_samples_under_flash_attention_are_as_each_alone(checkpoints, kind, world):
     """Through torch's `varlen_attn`, with windows, where attention is not recomputed."""
     config = TrainerModel(attn="flash_attention_2", ac=ActivationCheckpointing(mode="selective"))
     with families.flash_on_cpu() as windows:
@@ -147,7 +147,7 @@ def compare_with_each_alone(config: TrainerModel, folder: Path, world: World) ->
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "lfm2_moe", "mamba2"])
-def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, kind: str, world: World) -> None:
+def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, kind, world):
     """Others: another cap of attention scores, or a convolution that stayed as it was, both off by a little."""
     half = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.bfloat16, attn_implementation="eager")
     model = load_model(TrainerModel(attn="eager"), str(checkpoints[kind]), world)
@@ -172,7 +172,7 @@ def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, 
     assert (difference() > TIMES_NOISE * noise) == (kind != "qwen3")
 
 
-def test_page_of_models_agrees_with_what_was_measured_on_each_family() -> None:
+def test_page_of_models_agrees_with_what_was_measured_on_each_family():
     """`benchmarks/models/families.py` measures, and docs/models.md has a row for families that are alike."""
     from benchmarks.models import families as measuring  # it sets the number of threads
 
@@ -193,7 +193,7 @@ def test_page_of_models_agrees_with_what_was_measured_on_each_family() -> None:
     assert [kind for kind in stored["refused"] if f"`{kind.split()[0]}`" not in page] == []
 
 
-def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path: Path, world: World) -> None:
+def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path, world):
     folder = str(save_family(tmp_path, build_vision_config()))
     model = load_model(TrainerModel(), folder, world)
     assert decoder_layers(model) == list(model.model.language_model.layers)
@@ -241,7 +241,7 @@ def test_damaged_missing_and_other_weights_are_refused_by_name(checkpoints, kind
 
 
 @pytest.mark.parametrize("kind", families.NOT_FOR_PACKED_ROWS)
-def test_models_that_cannot_keep_samples_of_a_row_apart_are_refused(kind: str, tmp_path: Path, world: World) -> None:
+def test_models_that_cannot_keep_samples_of_a_row_apart_are_refused(kind, tmp_path, world):
     build_config(kind).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="cannot be trained on packed rows"):
         load_model(TrainerModel(from_scratch=True, attn="eager"), str(tmp_path), world)
@@ -255,7 +255,7 @@ def test_a_head_that_is_tied_may_be_in_the_files_if_it_agrees(checkpoints, tmp_p
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_files_in_parts_and_in_half_precision_are_read(tmp_path: Path, world: World) -> None:
+def test_files_in_parts_and_in_half_precision_are_read(tmp_path, world):
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(build_config("qwen3_moe"), dtype=torch.bfloat16)
     plain.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -264,7 +264,7 @@ def test_files_in_parts_and_in_half_precision_are_read(tmp_path: Path, world: Wo
     assert all(torch.equal(whole(held[name]), tensor.float()) for name, tensor in plain.state_dict().items())
 
 
-def test_a_pass_without_gradients_leaves_each_rank_its_float32_parts(tiny_model: Path, world: World) -> None:
+def test_a_pass_without_gradients_leaves_each_rank_its_float32_parts(tiny_model, world):
     """What is gathered, in bfloat16, would otherwise be saved or sent as the model."""
     config = TrainerModel(reshard_after_forward=False, optimization_dtype="bfloat16")
     model = load_model(config, str(tiny_model), world)
@@ -284,7 +284,7 @@ NOISY = {
 
 
 @pytest.mark.parametrize("kind", NOISY)
-def test_dropout_of_a_model_is_switched_off_and_published_again(kind: str, tmp_path: Path, world: World) -> None:
+def test_dropout_of_a_model_is_switched_off_and_published_again(kind, tmp_path, world):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SIZES, **NOISY[kind])
     AutoModelForCausalLM.from_config(config).save_pretrained(folder := tmp_path / "published")

@@ -52,7 +52,7 @@ def image(digest: str) -> Image.Image:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("vision")
     for kind in SEEING:
         save_family(root / kind, build_config(kind, rope_parameters=MROPE))
