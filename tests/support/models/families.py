@@ -244,3 +244,10 @@ def samples_of(
 
 def repeated(shared: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return shared.repeat_interleave(q.shape[1] // shared.shape[1], dim=1)
+
+
+def build_attending_model() -> PreTrainedModel:
+    """Return a model whose attention can be replaced."""
+    torch.manual_seed(7)
+    config = build_config("qwen3")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()

@@ -31,7 +31,6 @@ from support.models.tiny import are_equal, one_row, random_samples, take_gradien
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.orchestrator.weights.update import TIMES_NOISE
-from trireme.trainer.checkpoint.export import describe_model
 from trireme.trainer.model.forward import Scorer, compute_columns, scorer_of
 from trireme.trainer.model.hub_names import hub_names, sources_of
 from trireme.trainer.model.model import load_model
@@ -271,31 +270,3 @@ def test_a_pass_without_gradients_leaves_each_rank_its_float32_parts(tiny_model,
     with torch.no_grad():
         compute_columns(model, one_row(random_samples([9, 14])), world.device)
     assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
-
-
-SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
-NOISY = {
-    "gpt2": {"n_positions": 128},
-    "opt": {"ffn_dim": 128, "max_position_embeddings": 128, "word_embed_proj_dim": 64, "layerdrop": 0.2},
-    "phi": {"intermediate_size": 128, "resid_pdrop": 0.1},
-    "llama": {"intermediate_size": 128, "attention_dropout": 0.1},
-    "falcon": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
-}
-
-
-@pytest.mark.parametrize("kind", NOISY)
-def test_dropout_of_a_model_is_switched_off_and_published_again(kind, tmp_path, world):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES, **NOISY[kind])
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder := tmp_path / "published")
-    model = load_model(TrainerModel(), str(folder), world)
-    row = one_row(random_samples([40, 20]))
-    with torch.no_grad():
-        trained = compute_columns(model, row, world.device).logprobs
-        assert torch.equal(trained, compute_columns(model.eval(), row, world.device).logprobs)
-    (exported := tmp_path / "exported").mkdir()
-    describe_model(exported, model, torch.float32)
-    published, found = (json.loads((each / "config.json").read_text()) for each in (folder, exported))
-    drops = {name: value for name, value in published.items() if "drop" in name}
-    assert any(drops.values())
-    assert {name: found[name] for name in drops} == drops
