@@ -3,8 +3,6 @@
 Those with parts that text training leaves out are exported with them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 

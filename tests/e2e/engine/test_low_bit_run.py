@@ -1,7 +1,5 @@
 """Models with low-bit weights on the real engine: it reads what the trainer reads, and a run trains them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pictures on the real engine: it computes what transformers does, also with other weights of its vision encoder."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import shutil

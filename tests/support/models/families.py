@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, as checkpoints."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

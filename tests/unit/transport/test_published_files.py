@@ -1,7 +1,5 @@
 """Values of published files, as they are meant."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file

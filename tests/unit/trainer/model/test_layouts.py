@@ -1,7 +1,5 @@
 """Checkpoints as they are published, joined or in few bits, are trained, served and exported as what they mean."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every architecture is the model that transformers would have loaded, and stays itself in packed rows."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Pictures in the trainer: a packed row gives what transformers computes of each sample alone, forward and backward."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from dataclasses import replace
