@@ -38,7 +38,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def built(config: dict[str, Any]) -> torch.nn.Module:
+def built(config):
     values = dict(config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))

@@ -1,4 +1,4 @@
-"""A run of a million lines is shown with as much memory as one of some ten thousand, and still as it was (S20)."""
+"""A long file of metrics is read in pieces by every process that reads it."""
 
 import json
 import tracemalloc
@@ -11,7 +11,7 @@ from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.launch import restarts
 from trireme.launch.restarts import Trained
-from trireme.monitor import metrics, progress
+from trireme.monitor import metrics
 from trireme.monitor.metrics import MetricsFile
 from trireme.monitor.status import StatusPoller
 from trireme.monitor.view import View
@@ -20,14 +20,9 @@ from trireme.tools.cluster.status import look_at
 from trireme.tools.dashboard import history
 from trireme.tools.dashboard.runs import RunFolder
 
-LIMIT = 400
-
 
 @pytest.fixture(autouse=True)
-def small_limits(monkeypatch):
-    """Twenty times as long as the limits is long enough to see that nothing grows."""
-    monkeypatch.setattr(history, "MOST_SPANS", 2 * LIMIT)
-    monkeypatch.setattr(progress, "MOST_STEPS", LIMIT)
+def small_pieces(monkeypatch):
     monkeypatch.setattr(restarts, "LAST_BYTES", 4096)
     for module in (history, metrics):
         monkeypatch.setattr(module, "PIECE_BYTES", 4096)

@@ -4,7 +4,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
 from itertools import pairwise
 
 import msgspec
@@ -15,7 +14,7 @@ from trireme.monitor import spans as timing
 from trireme.monitor.spans import Lane, Piece, Span, SpansFile, open_spans, read_spans, settled
 
 
-def overlaps(spans: Iterable[Span], lane: str) -> list[tuple[Span, Span]]:
+def overlaps(spans, lane):
     ordered = sorted((span for span in spans if span.lane == lane), key=lambda span: span.begin_s)
     return [(first, second) for first, second in pairwise(ordered) if second.begin_s < first.end_s - 1e-6]
 
@@ -96,7 +95,7 @@ def test_the_writer_of_its_own_writes_without_being_asked_and_at_the_end(tmp_pat
     assert not [thread for thread in threading.enumerate() if thread.name == "spans"]
 
 
-def sums(pieces: Iterable[Piece]) -> Counter[tuple[str, str]]:
+def sums(pieces):
     found: Counter[tuple[str, str]] = Counter()
     for piece in pieces:
         found[piece.what, piece.why] += piece.end_us - piece.begin_us

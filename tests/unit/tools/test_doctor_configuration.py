@@ -19,7 +19,7 @@ from trireme.tools.doctor.configuration import (
 )
 
 
-def verdicts(found) -> list[str]:
+def verdicts(found):
     return [finding.verdict for finding in found]
 
 

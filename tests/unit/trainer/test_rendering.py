@@ -1,14 +1,17 @@
 """From conversations to batches: what is read, what counts, what is held out, and in which order samples come."""
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
 from pyarrow.parquet import write_table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from support.models.conversations import CALL, GREETING, TOOL, answer, call_of, chat, user, write_lines
+from support.models.tiny import random_samples
 from support.models.tiny_pictures import picture_file
 from support.models.tiny_tokenizer import CHATML, LLAMA_3, MARKED, QWEN_3, write_seeing_model, write_tokenizer
 from trireme.algo.packing import Sample
@@ -17,19 +20,114 @@ from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig, Source
 from trireme.config.trainer import TrainerModel, Vlm
 from trireme.journal.pictures import PictureFiles, size_of, to_data_uri
+from trireme.messages import Picture
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.sft.conversations import Completion, Conversation, read_conversations, to_conversation
-from trireme.trainer.sft.dataset import Epochs
-from trireme.trainer.sft.prepare_data import prepare_data
+from trireme.trainer.sft.dataset import Counts, Epochs, Portion, SampleFiles, SampleWriter
+from trireme.trainer.sft.prepare_data import prepare_data, steps_of
 from trireme.trainer.sft.rendering import Rendered, Renderer, Tokenized, tokenized
 
 START, END = "<|im_start|>", "<|im_end|>"
 
 
+def user(content: Any, **more: object) -> dict[str, Any]:
+    return {"role": "user", "content": content} | more
+
+
+def answer(content: Any, **more: object) -> dict[str, Any]:
+    return {"role": "assistant", "content": content} | more
+
+
+GREETING = [user("hi"), answer("yo")]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def call_of(name: str, arguments: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+CALL = call_of("f", {"x": 1})
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
 def write_parquet(path: Path, *rows: dict[str, Any]) -> Path:
     write_table(pyarrow.Table.from_pylist(list(rows)), path)
     return path
+
+
+def chat(asked: str, answered: str) -> dict[str, Any]:
+    return {"messages": [user(asked), answer(answered)]}
+
+
+def write_samples(folder: Path, *samples: Tokenized, drop: bool = False) -> tuple[list[Sample], Counts]:
+    writer = SampleWriter(seq_len=8, drop=drop)
+    for sample in samples:
+        writer.add([sample])
+    writer.write(folder)
+    files = SampleFiles(folder)
+    return [files[index] for index in range(len(files))], writer.counts
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_samples_come_back_from_disk_as_they_were_but_for_what_is_too_long(tmp_path, drop):
+    """No token before the first one predicts it. A sample whose picture would be cut is left out."""
+    short = [Tokenized(list(range(n, 2 * n)), [1, 1, *[0] * (n - 2)]) for n in (3, 8, 2)]
+    long = Tokenized(list(range(9)), [0] * 4 + [1] * 5)
+    late = Tokenized(list(range(20)), [0] * 10 + [1] * 10)  # nothing to learn is left of it
+    found, counts = write_samples(tmp_path / "a", *short, long, late, drop=drop)
+    kept = short if drop else [*short, Tokenized(long.ids[:8], long.mask[:8])]
+    assert [sample.tokens.ids.tolist() for sample in found] == [sample.ids for sample in kept]
+    assert [sample.tokens.loss_mask.tolist() for sample in found] == [[0, *sample.mask[1:]] for sample in kept]
+    assert counts == (Counts(5, 3, 13, 3, dropped=2) if drop else Counts(5, 4, 21, 7, cut=1, empty=1))
+    pictures = [Picture("a" * 64, place, 1, 2) for place in (6, 7, 8)]
+    shown = [Tokenized(list(range(12)), [0, 1, *[0] * 10], (picture,)) for picture in pictures]
+    found, counts = write_samples(tmp_path / "b", *shown)
+    assert [list(each.tokens.pictures) for each in found] == [pictures[:1], []]
+    assert counts.parted == 1
+
+
+def test_every_sft_epoch_visits_each_sample_once():
+    samples = random_samples([5] * 12)
+    ours, again, other = (Epochs([Portion(samples)], 8, seed) for seed in (3, 3, 4))
+    batches = [ours.batch(step) for step in range(6)]  # every third batch ends an epoch
+    order = [samples.index(sample) for batch in batches for sample in batch]
+    visits = [order[start : start + 12] for start in range(0, 48, 12)]
+    assert all(sorted(visit) == list(range(12)) for visit in visits)
+    assert len(set(map(tuple, visits))) == 4
+    assert [again.batch(step) for step in reversed(range(6))] == batches[::-1]
+    assert other.batch(0) != batches[0]
+    repeated = Counter(samples.index(sample) for sample in Epochs([Portion(samples[:3])], 9, 0).batch(4))
+    assert repeated == {0: 3, 1: 3, 2: 3}
+
+
+def test_batches_of_another_size_continue_with_the_next_sample():
+    samples = random_samples([5] * 12)
+    ours, whole = Epochs([Portion(samples)], 8, 3, [(2, 2), (3, 5)]), Epochs([Portion(samples)], 1, 3)
+    sizes = [len(ours.batch(step)) for step in range(5)]
+    assert (sizes, ours.passed(3), ours.taken(5)) == ([2, 2, 5, 8, 8], 9 / 12, 25)
+    order = [sample for step in range(5) for sample in ours.batch(step)]
+    assert order == [whole.batch(place)[0] for place in range(25)]
+    by_epochs = SftConfig(data="x", num_epochs=2.0, batch_size=8)
+    assert steps_of(by_epochs, ours, 3) == 3 + 2  # 15 samples are left
+    assert steps_of(by_epochs.model_copy(update={"num_epochs": 0.5}), ours, 3) == 3
+
+
+def test_a_source_is_in_an_epoch_as_often_as_it_says():
+    samples = random_samples([5] * 16)
+    portions = [Portion(samples[:4], repeat=2.5), Portion(samples[4:12]), Portion(samples[12:], repeat=0.25)]
+    ours = Epochs(portions, batch_size=19, seed=1)  # 10 + 8 + 1: a batch is an epoch
+    assert ours.length == 19
+    visits = [Counter(samples.index(sample) for sample in ours.batch(step)) for step in range(4)]
+    for visit in visits:
+        assert sorted(visit[i] for i in range(4)) == [2, 2, 3, 3]
+        assert [visit[i] for i in range(4, 12)] == [1] * 8
+    assert sorted(i for visit in visits for i in visit if i >= 12) == [12, 13, 14, 15]
+    assert [sum(visit[i] for visit in visits) for i in range(4)] == [10] * 4  # the halves take turns
 
 
 def prepare(folder: Path, name: Path, data: Path, world: World, **changed: object) -> tuple[Epochs, Any, SftConfig]:
@@ -39,8 +137,162 @@ def prepare(folder: Path, name: Path, data: Path, world: World, **changed: objec
     return *prepare_data(config, world, Waits("sft")), config
 
 
+def test_what_is_held_out_is_spread_over_the_data_and_never_trained_on(tiny_model, tmp_path, world):
+    data = write_lines(tmp_path / "data.jsonl", *(chat("a", "b" * number) for number in range(1, 21)))
+    train, held_out, _ = prepare(tmp_path / "run", tiny_model, data, world, validation_fraction=0.25)
+    trained = [sample for step in range(15) for sample in train.batch(step)]
+    lengths = [{int(sample.tokens.loss_mask.sum()) - 1 for sample in samples} for samples in (held_out, trained)]
+    assert lengths == [{4, 8, 12, 16, 20}, set(range(1, 21)) - {4, 8, 12, 16, 20}]
+    everything, none, _ = prepare(tmp_path / "run", tiny_model, data, world, resume=True)
+    assert (everything.length, none) == (20, None)
+    with pytest.raises(ConfigError, match=r"validation_fraction = 0.01 holds out none of 20"):
+        prepare(tmp_path / "few", tiny_model, data, world, validation_fraction=0.01)
+
+
+def test_sources_are_trained_on_together_for_as_long_as_epochs_say(tiny_model, tmp_path, world):
+    letters = write_lines(tmp_path / "letters.jsonl", *(chat(letter, letter * 4) for letter in 5 * "abcd"))
+    source = Source(data=str(write_lines(tmp_path / "other.jsonl", chat("hi", "yo"))), repeat=40.0)
+    train, _, config = prepare(tmp_path / "run", tiny_model, letters, world, source=(source,))
+    assert train.length == 20 + 40
+    assert steps_of(config, train) == SftConfig().max_steps
+    assert steps_of(config.model_copy(update={"num_epochs": 2.0}), train) == 8  # 120 samples in batches of 16
+    with pytest.raises(ConfigError, match="less than a step"):
+        steps_of(config.model_copy(update={"num_epochs": 0.1}), train)
+    rare = source.model_copy(update={"repeat": 0.4})
+    with pytest.raises(ConfigError, match=r"repeat = 0.4 of .*other.jsonl, which has 1 samples"):
+        prepare(tmp_path / "run", tiny_model, letters, world, source=(rare,))
+    long = write_lines(tmp_path / "long.jsonl", chat("a" * 99, "b"))
+    with pytest.raises(ConfigError, match=r"no sample is left \(1 conversations.*Raise `seq_len`"):
+        prepare(tmp_path / "run", tiny_model, long, world)
+
+
 def read(path: Path | str, **more: Any) -> list[Conversation | Completion]:
     return list(read_conversations(Source(data=str(path), **more)))
+
+
+def messages(found: list[Conversation | Completion]) -> list[list[Any]]:
+    return [list(one.messages) for one in found if isinstance(one, Conversation)]
+
+
+def test_a_folders_conversations_come_in_the_order_of_their_files(tmp_path):
+    strange = chat("hi", "line\u2028separator, next\u0085line, form\x0cfeed, é, 漢, 🙂")
+    first, second, third, fourth = (chat("hi", name) for name in "abcd")
+    write_lines(tmp_path / "b.jsonl", third)
+    write_lines(tmp_path / "a.jsonl", first, "", second)
+    write_parquet(tmp_path / "c.parquet", strange)
+    (tmp_path / "d.json").write_text(json.dumps([first]))
+    (tmp_path / "e.json").write_text(json.dumps({"data": [fourth]}))
+    (tmp_path / "f.jsonl").write_bytes("\r\n".join(2 * [json.dumps(strange, ensure_ascii=False)]).encode())
+    (tmp_path / "README.md").write_text("# not data")
+    expected = [first, second, third, strange, first, fourth, strange, strange]
+    assert messages(read(tmp_path)) == [each["messages"] for each in expected]
+
+
+def test_a_program_can_make_the_conversations(tmp_path):
+    program = tmp_path / "data.py"
+    program.write_text(f"def conversations():\n    return 2 * [{{'messages': {GREETING}}}]\n")
+    assert messages(read(program)) == [GREETING, GREETING]
+    program.write_text("def conversations():\n    return [{'messages': []}]\n")
+    with pytest.raises(ConfigError, match=r"data.py, conversation 0 has no assistant message"):
+        read(program)
+    program.write_text("")
+    with pytest.raises(ConfigError, match="no function `conversations`"):
+        read(program)
+
+
+def test_a_data_set_of_a_hub_is_read_by_its_subset_and_split(monkeypatch):
+    def load_dataset(name: str, subset: str | None, *, split: str) -> Any:
+        if subset is None:
+            raise ConnectionError("Couldn't reach 'owner/name' on the Hub")
+        assert (name, subset, split) == ("owner/name", "en", "train[:2]")
+        return datasets.Dataset.from_list([{"messages": GREETING}, {"messages": GREETING[::-1]}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert messages(read("owner/name", subset="en", split="train[:2]")) == [GREETING, GREETING[::-1]]
+    with pytest.raises(ConfigError, match=r"(?s)'owner/name' .*Couldn't reach.*download its parquet files elsewhere"):
+        read("owner/name")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        {"instruction": "hi", "output": "yo"},
+        {"messages": "hi"},
+        {"messages": GREETING[:1]},
+        {"messages": [{"role": "user"}, GREETING[1]]},
+        {"messages": [{"content": "hi"}, GREETING[1]]},
+        {"messages": [GREETING[0], answer("yo", weight=0.5)]},
+        {"prompt": "hi", "completion": ""},
+        {"prompt": GREETING, "completion": []},
+        {"prompt": 3, "completion": 4},
+        {"conversations": [{"from": "alien", "value": "hi"}]},
+        {"messages": GREETING, "tools": "{"},
+        {"messages": GREETING, "tools": {"a": 1}},
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(tmp_path, line):
+    path = write_lines(tmp_path / "data.jsonl", {"messages": GREETING}, "", line)
+    with pytest.raises(ConfigError, match=r"data.jsonl, line 3 .*expected \{\"messages\"") as caught:
+        read(path)
+    assert str(caught.value).count("data.jsonl") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("nowhere.jsonl", None, r".* conversations were expected"),
+        ("empty.jsonl", b"\n", ".* at least one was expected"),
+        ("torn.parquet", b"PAR1 and no more", " .*no parquet file"),
+        ("a.json", b"3", " .*no list"),
+        ("latin.json", b'["\xe9"]', " is not JSON .*utf-8"),
+        ("latin.jsonl", b'\n{"prompt": "\xe9", "completion": ""}\n', ", line 2 is not JSON .*utf-8"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused_before_anything_starts(tmp_path, name, content, words):
+    if content:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name}{words}"):
+        read(tmp_path / name)
+
+
+def test_the_forms_of_one_conversation_are_one():
+    sharegpt = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
+    for other in (sharegpt, {"conversations": GREETING}):
+        assert to_conversation(other, "") == to_conversation({"messages": GREETING}, "")
+    assert to_conversation({"prompt": "a", "completion": "b"}, "x") == Completion("a", "b", "x")
+    calls = [GREETING[0], answer(None, tool_calls=[CALL]), {"role": "assistant", "tool_calls": [CALL]}]
+    assert messages([to_conversation({"messages": calls}, "")]) == [calls]
+    pair = to_conversation({"prompt": GREETING[:1], "completion": GREETING[1:]}, "")
+    assert messages([pair]) == [GREETING]
+    assert isinstance(pair, Conversation)
+    assert [pair.is_learned(index, ("user", "assistant")) for index in range(2)] == [False, True]
+
+
+def test_sharegpts_system_tools_and_calls_are_understood():
+    said = [
+        {"from": "human", "value": "hi"},
+        {"from": "function_call", "value": json.dumps({"name": "f", "arguments": {"x": 1}})},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "yo", "weight": 0},
+    ]
+    found = to_conversation({"system": "be kind", "tools": json.dumps([TOOL]), "conversations": said}, "")
+    assert isinstance(found, Conversation)
+    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert (found.messages[2]["tool_calls"], found.tools) == ([CALL], (TOOL,))
+    assert [found.is_learned(index, ("assistant",)) for index in range(5)] == [False, False, True, False, False]
+
+
+def test_columns_that_an_entry_never_had_are_not_in_it(tmp_path):
+    """A column of parquet gives every message all keys that any message has, and every call all arguments."""
+    calls = [[GREETING[0], answer("", tool_calls=[call])] for call in (CALL, call_of("g", {"y": "z"}))]
+    rows = [
+        {"messages": calls[0], "tools": [TOOL]},
+        *({"messages": each, "tools": None} for each in (calls[1], GREETING)),
+    ]
+    found = read(write_parquet(tmp_path / "data.parquet", *rows))
+    assert messages(found) == [*calls, GREETING]
+    assert [one.tools for one in found if isinstance(one, Conversation)] == [(TOOL,), None, None]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from starlette.websockets import WebSocketDisconnect
 
 from support.engines.answering import answering_http
 from support.models.tiny_pictures import picture_file
-from support.runs.shown_runs import opened, write
 from support.runs.viewing import Reader
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
@@ -33,6 +32,7 @@ from trireme.tools.dashboard import runs as module
 from trireme.tools.dashboard.dashboard import command as dashboard
 from trireme.tools.dashboard.dashboard import listen, require_key
 from trireme.tools.dashboard.logs import TAIL_BYTES, log_files, tail, to_html
+from trireme.tools.dashboard.overview import differences, figures
 from trireme.tools.dashboard.rollouts import nothing_found, serve_pictures
 from trireme.tools.dashboard.runs import Library, RunFolder, RunSet
 from trireme.transport.dashboard_key import KEY, RequireKey, address_of, key_of
@@ -42,6 +42,24 @@ from trireme.transport.dashboard_key import KEY, RequireKey, address_of, key_of
 def no_pause(monkeypatch):
     monkeypatch.setattr(module, "REFRESH_S", -1.0)
     monkeypatch.setattr(module, "SEARCH_S", -1.0)
+
+
+def write(run: Path, steps: range, *, reward: float = 0.5, config: Any = None) -> Path:
+    run.mkdir(parents=True, exist_ok=True)
+    trainer, orchestrator = (MetricsFile(run / "metrics.jsonl", name) for name in ("trainer", "orchestrator"))
+    for step in steps:
+        orchestrator.append(step, {"reward/mean": reward + step, "time/step": 1.0})
+        trainer.append(step, {"loss": -0.1 * step, "time/step": 2.0, "grad_norm": math.nan if step == 1 else 1.0})
+    if config is not None:
+        (run / "configs").mkdir()
+        (run / "configs" / "run.json").write_text(json.dumps(config))
+    return run
+
+
+def opened(run: Path) -> RunFolder:
+    folder = RunFolder(run, run.name)
+    folder.refresh()
+    return folder
 
 
 def shown(run: RunFolder) -> dict[str, list[tuple[int, float]]]:
@@ -150,6 +168,20 @@ def test_run_is_live_while_a_launcher_or_its_orchestrator_runs(tmp_path):
             said["run"] = str(name)
             folder = opened(run)
             assert (folder.status is not None, folder.state) == (name == run, state)
+
+
+def test_figures_are_what_one_works_out_by_hand(tmp_path):
+    run = write(tmp_path / "run", range(10), config={"max_steps": 10})
+    said = {name: value for name, value, _ in figures(opened(run))}
+    reward = f"{0.5 + (5 + 6 + 7 + 8 + 9) / 5:.3f}"
+    assert said | {"Steps trained": "10 of 10", "Reward": reward, "Seconds a step": "2"} == said
+
+
+def test_what_differs_between_runs_is_listed_by_key(tmp_path):
+    for name, lr in (("a", 1e-5), ("b", 1e-5), ("c", 1e-4)):
+        write(tmp_path / name, range(1), config={"name": name, "trainer": {"optim": {"lr": lr}}})
+    rows = differences([opened(tmp_path / name) for name in "abc"])
+    assert rows == [{"key": "trainer.optim.lr", "a": "1e-05", "b": "1e-05", "c": "0.0001"}]
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"])))

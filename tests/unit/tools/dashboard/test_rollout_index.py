@@ -2,14 +2,11 @@
 
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 
 from support.runs.written_run import rewrite_batch, write_whole_run
-from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
-from trireme.journal.records import BatchRecord
 from trireme.tools.dashboard import rollout_index
 from trireme.tools.dashboard.rollout_index import RolloutIndex, bring_up_to_date, fill
 from trireme.tools.rollout_filters import parse_filter
@@ -25,7 +22,7 @@ def rich_run(tmp_path_factory):
     return config
 
 
-def _say_other_things(record: BatchRecord) -> None:
+def _say_other_things(record):
     for number, rollout in enumerate(record.rollouts):
         rollout.completion = [{"role": "assistant", "content": f"Größe {number} 100% it's _x_"}]
         rollout.stop = "Length" if number % 2 else "done"
@@ -36,19 +33,19 @@ def table(rich_run, tmp_path_factory):
     return filled(rich_run, tmp_path_factory.mktemp("cache"))
 
 
-def filled(run: RunConfig, cache: Path) -> RolloutIndex:
+def filled(run, cache):
     index = RolloutIndex(run.paths.root, cache)
     index.create()
     list(index.update())
     return index
 
 
-def found(table: RolloutIndex, line: str) -> list[tuple[int, int]]:
+def found(table, line):
     rows = table.search(line, limit=EVERYTHING).rows
     return sorted((row["step"], row["number"]) for row in rows)
 
 
-def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
+def found_by_the_viewer(run, line):
     chosen, kept = parse_filter(line), []
     for step in Journal(run.paths.journal).steps():
         file = BatchFile(Journal(run.paths.journal).path(step))

@@ -1,8 +1,6 @@
 """The advice of a plan fits when it is followed, and saves what it says."""
 
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -69,7 +67,7 @@ def test_following_one_line_of_the_advice_saves_what_it_said(config_file, more, 
             assert before.trainer.total - after.trainer.total == pytest.approx(saved, rel=1e-6), line
 
 
-def followed(line: str, config_file: Path) -> list[str]:
+def followed(line, config_file):
     """Return the arguments of a run that follows a line of the advice."""
     file = config_file.with_name("advice.toml")
     file.write_text(line.replace(", trainer", "\ntrainer"))
@@ -96,7 +94,7 @@ def test_a_run_on_a_machine_that_is_too_small_is_warned(config_file, tmp_path, m
 ONE_GPU = Devices(gpus=("0",), cores=8)
 
 
-def sized(file: Path, *flags: str, devices: Devices = ONE_GPU) -> dict[str, Any]:
+def sized(file, *flags: str, devices=ONE_GPU):
     """Return the arguments of vLLM that an engine of Qwen3-0.6B gets when it starts."""
     typed = shlex.join(["@", str(file), "--model.name", "Qwen/Qwen3-0.6B", *flags])
     return size_kv_cache(resolved(typed, on=devices), devices).inference.args
