@@ -18,13 +18,11 @@ IDS = list(range(5, 45))
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 YARN |= {"truncate": False, "original_max_position_embeddings": 64}
 
-
 LATENT = {"hidden_size": 192, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 4}
 LATENT |= {"topk_group": 2, "num_experts_per_tok": 4}  # all, as rounding may choose others
 WIDE = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
-
 
 Logprobs = np.ndarray
 

@@ -228,7 +228,6 @@ REFUSED = [
     ("wordle", "trireme eval run wordle -m MODEL"),
 ]
 
-
 UNKNOWN = [
     ({"top_pp": 1}, "top_pp .* Did you mean `top_p`"),
     ({"max_completion_tokens": 5}, "Did you mean `max_tokens`"),

@@ -261,11 +261,7 @@ def scheduler(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("answer", "state"),
-    [
-        ("RUNNING n[1-2]", "RUNNING on n[1-2]"),
-        ("PENDING (None)", "PENDING"),
-        ("", "ended with exit code 3"),
-    ],
+    [("RUNNING n[1-2]", "RUNNING on n[1-2]"), ("PENDING (None)", "PENDING"), ("", "ended with exit code 3")],
 )
 def test_slurm_is_asked_where_it_still_knows_the_job(run, scheduler, capsys, answer, state):
     (record(run) / "ended").write_text("3\n")

@@ -117,7 +117,6 @@ NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {
     | {"intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 16},
 }
 
-
 IMAGE = 90
 """The token that stands for a picture."""
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}

@@ -25,23 +25,21 @@ def test_steps_that_a_run_has_left_by_going_back_are_not_shown():
     assert [each.version for each in progress.evaluations()] == [0, 1, 2]
 
 
-LIMIT = 400
-
-
 def test_long_run_progress_keeps_bounded_rows_but_all_evaluations(monkeypatch):
-    monkeypatch.setattr(progress, "MOST_STEPS", LIMIT)
-    known = Progress(5 * LIMIT)
+    limit = 400
+    monkeypatch.setattr(progress, "MOST_STEPS", limit)
+    known = Progress(5 * limit)
     known.begin_session()
-    evaluated = range(0, 5 * LIMIT, 100)
-    for step in range(5 * LIMIT):
+    evaluated = range(0, 5 * limit, 100)
+    for step in range(5 * limit):
         row = {"step": step, "process": "orchestrator", "reward/mean": float(step), "time_s": 2.0 * step}
         known.add([row, {"step": step, "process": "trainer", "loss": 0.5, "time_s": 2.0 * step}])
         if step in evaluated:
             known.add([{"step": step, "process": "orchestrator", "eval/a/reward": 1.0 * step, "eval/a-b/reward": None}])
         assert known.take_completed() == [step]
         assert known.merged(step)["loss"] == 0.5
-        assert len(known.steps) <= LIMIT
-    assert known.recent(2) == [5 * LIMIT - 2, 5 * LIMIT - 1]
-    assert known.reward_ends() == Ends(first=2.0, last=5 * LIMIT - 3.0, steps=5)
+        assert len(known.steps) <= limit
+    assert known.recent(2) == [5 * limit - 2, 5 * limit - 1]
+    assert known.reward_ends() == Ends(first=2.0, last=5 * limit - 3.0, steps=5)
     assert known.evaluations() == [Evaluation("a", version, float(version)) for version in evaluated]
-    assert known.num_session_steps == 5 * LIMIT
+    assert known.num_session_steps == 5 * limit

@@ -17,9 +17,7 @@ from support.processes.limits import fill, limited, small_disk
 from support.runs.doctoring import build_case, expect
 from trireme.base.devices import Devices
 from trireme.tools.doctor import machine
-from trireme.tools.doctor.configuration import (
-    check_configuration,
-)
+from trireme.tools.doctor.configuration import check_configuration
 from trireme.tools.doctor.finding import Finding
 from trireme.tools.doctor.machine import bytes_left_by, disk, libraries, limits, memory
 from trireme.tools.doctor.models import check_folder, model, tokenizer

@@ -28,7 +28,6 @@ FORMATS = {
     "flat": f'model_name = "{MODEL}"\nnum_gpus = 16\n{COMMON}[env]\nid = "reverse-text"\n',
 }
 
-
 SBATCH = """#!/bin/bash
 echo "$*" >>{0}/words
 /bin/cat >{0}/given

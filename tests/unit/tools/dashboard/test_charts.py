@@ -18,16 +18,14 @@ def test_downsampled_series_keeps_its_lowest_and_highest_points(values, most):
     assert (np.diff(kept) > 0).all()
 
 
-LIMIT = 400
-
-
 def test_curve_of_a_long_run_has_few_points_with_its_spike():
+    limit = 400
     metrics = Metrics()
-    for step in range(20 * LIMIT):
+    for step in range(20 * limit):
         loss = np.sin(step) + (100.0 if step == 37 else 0.0)
         metrics.add([{"step": step, "process": "trainer", "time_s": 10.0 * step, "loss": loss}])
     raw, smooth = curve(metrics, "loss", Frame("hours", smoothing=0.5))
-    assert LIMIT / 2 < len(raw) <= CURVE_POINTS
+    assert limit / 2 < len(raw) <= CURVE_POINTS
     assert len(smooth) <= CURVE_POINTS
     assert max(raw, key=lambda point: point[1] or 0.0) == pytest.approx([37 / 360, np.sin(37) + 100.0], abs=1e-3)
-    assert [raw[0][0], raw[-1][0]] == pytest.approx([0.0, (20 * LIMIT - 1) / 360], abs=1e-3)
+    assert [raw[0][0], raw[-1][0]] == pytest.approx([0.0, (20 * limit - 1) / 360], abs=1e-3)

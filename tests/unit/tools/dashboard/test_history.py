@@ -47,14 +47,12 @@ def test_rows_that_come_while_a_chart_is_drawn_are_all_kept(monkeypatch):
     assert metrics.series("loss").values.tolist() == [1.0, 2.0, 3.0]
 
 
-LIMIT = 400
-
-
 def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path, monkeypatch):
-    monkeypatch.setattr(history, "MOST_SPANS", 2 * LIMIT)
+    limit = 400
+    monkeypatch.setattr(history, "MOST_SPANS", 2 * limit)
     monkeypatch.setattr(history, "PIECE_BYTES", 4096)
     written = []
-    for step in range(10 * LIMIT):
+    for step in range(10 * limit):
         written += [Span("trainer", "train", 2.0 * step, 0.5, step), Span("trainer", "wait", 2 * step + 0.5, 1.5, step)]
         written.append(Span("engine e:1", "generate", 2.0 * step, 1.0 if step % 3 else 2.0, step))
     path = tmp_path / "spans.jsonl"
@@ -62,8 +60,8 @@ def test_spans_are_bounded_and_the_shares_of_the_whole_run_stay_right(tmp_path, 
     spans = Spans(path)
     assert spans.refresh()
     extent = spans.extent()
-    assert extent == (0.0, 20.0 * LIMIT)
+    assert extent == (0.0, 20.0 * limit)
     kept = {lane: spans.within(*extent, lane) for lane in ("trainer", "engine e:1")}
-    assert sum(map(len, kept.values())) <= 2 * LIMIT
+    assert sum(map(len, kept.values())) <= 2 * limit
     for lane, of_lane in kept.items():
         assert shares(of_lane, lane, *extent) == pytest.approx(shares(written, lane, *extent), abs=1e-4)

@@ -13,7 +13,6 @@ from trireme.tools.plan.trainer_memory import Training
 
 QWEN = architecture_of(MODELS["Qwen/Qwen2.5-7B"])
 
-
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
