@@ -1,15 +1,13 @@
-"""Addresses and ports of this machine, tokens, connections that outlive no cut cable, and requests over them."""
+"""Addresses and ports of this machine, connections that outlive no cut cable, and requests over them."""
 
 import os
 import socket
 from pathlib import Path
 
-from cryptography.hazmat.primitives import hashes, hmac
-
 from trireme.base import network
 from trireme.base.network import EVERYWHERE, own_address
 from trireme.base.processes import free_port
-from trireme.base.token import TOKEN, derive
+from trireme.base.token import TOKEN
 from trireme.transport.weights.collective import open_store
 
 NOBODYS = "203.0.113.1"
@@ -28,7 +26,7 @@ def test_a_machine_knows_its_own_addresses_and_the_interface_that_has_them():
     assert own_address(NOBODYS, peer="127.0.0.1") == "127.0.0.1", "by the way there"
 
 
-def options_of(connection: socket.socket) -> list[int]:
+def options_of(connection):
     names = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT]
     kept = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     return [kept, *(connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)]
@@ -59,10 +57,3 @@ def test_rendezvous_store_listens_only_at_the_trainers_address(monkeypatch):
     assert not ours.check(["here/1"])
     friend.set("here/1", "1")
     assert ours.check(["here/1"])
-
-
-def test_derived_keys_differ_by_token_and_purpose():
-    assert len({derive(token, purpose) for token in ("one", "two") for purpose in ("asker", "server")}) == 4
-    made = hmac.HMAC(b"one", hashes.SHA256())  # RFC 4231's construction, worked by another library
-    made.update(b"trireme asker")
-    assert derive("one", "asker") == made.finalize()

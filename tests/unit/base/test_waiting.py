@@ -65,7 +65,7 @@ def test_patient_wait_counts_from_the_end_of_a_busy_phase():
 NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def write_to_a_disk(*errors: OSError, waits: Waits, deadline_s: float = 60) -> list[str]:
+def write_to_a_disk(*errors: OSError, waits, deadline_s=60):
     """Return the waits at each attempt to write; the first ones end in the errors."""
     seen: list[str] = []
 

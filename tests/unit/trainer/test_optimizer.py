@@ -15,14 +15,13 @@ from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
 from trireme.trainer.optim.muon import orthogonal, rate_of
 from trireme.trainer.optim.optimizer import build_optimizer, lr_factor
-from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import optimizer_step
 
 Tensors = dict[str, torch.Tensor]
 Saved = tuple[Path, Tensors, Tensors]
 
 
-def state_with(folder: Path, world: World, kind: str) -> TrainerState:
+def state_with(folder, world, kind):
     model = load_model(TrainerModel(), str(folder), world)
     return TrainerState(model=model, optimizer=build_optimizer(model, Optimizer(type=kind, lr=1e-2, weight_decay=0.1)))
 
@@ -42,12 +41,12 @@ def saved_by(tiny_model, world, tmp_path_factory):
     return saved
 
 
-def next_content(state: TrainerState, world: World) -> Tensors:
+def next_content(state, world):
     tiny.train_step(state, tiny.random_samples([30], seed=2), world)
     return tiny.content_of(state)
 
 
-def resumed(kind: str, folder: Path, tiny_model: Path, world: World) -> TrainerState:
+def resumed(kind, folder, tiny_model, world):
     state = state_with(tiny_model, world, kind)
     tiny.open_store(folder, world).resume(state, resume=True)
     return state
@@ -141,7 +140,7 @@ def test_norms_and_biases_are_exempt_from_weight_decay():
     assert groups == {(2, 4, 6): (True, 0.1), (2, 6): (False, 0.0), (6,): (False, 0.0)}
 
 
-def step_with(value: float, state: TrainerState, config: Optimizer) -> float:
+def step_with(value, state, config):
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, value)
     return optimizer_step(state, config)["skipped_in_a_row"]

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from trireme.tools.export.export import command as export
 from trireme.tools.export.merging import export_merged
 from trireme.tools.export.weights_folder import open_model
 from trireme.trainer.checkpoint.state import TrainerState
-from trireme.trainer.model.layouts import Region, TensorLayout, UnsupportedLayout, identity_layout
+from trireme.trainer.model.layouts import Region, UnsupportedLayout, identity_layout
 from trireme.trainer.model.model import load_model
 from trireme.trainer.optim.optimizer import build_optimizer
 from trireme.trainer.publish.served_weights import served_specs, served_tensors
@@ -27,7 +25,7 @@ from trireme.trainer.publish.served_weights import served_specs, served_tensors
 SOURCES = {name: torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("abcd")}
 
 
-def experts(of: Callable[[str], Any]) -> Any:
+def experts(of):
     """As a checkpoint's experts become one tensor: joined in pairs, stacked, turned."""
     pairs = [torch.cat([of("a"), of("b")]), torch.cat([of("c"), of("d")])]
     return torch.transpose(torch.stack(pairs), 1, 2)
@@ -49,7 +47,7 @@ def test_a_part_is_read_from_the_parts_of_the_sources_that_it_needs(region):
     assert sum(each.numel() for each in read) == target.numel()
 
 
-def laid(name: str) -> TensorLayout:
+def laid(name):
     return identity_layout(name, SOURCES[name].shape)
 
 

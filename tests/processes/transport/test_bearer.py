@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
@@ -22,14 +21,13 @@ from starlette.websockets import WebSocketDisconnect
 
 from support.engines.answering import DEADLINE_S, answering, answering_http
 from support.engines.fake_engine import open_fake_engine
-from support.processes.limits import file_size_limit
 from support.processes.stage import until
 from support.runs.resolved_runs import refusals
 from support.runs.whole_run import build_config, run
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.network import SILENCE_S
 from trireme.base.processes import free_port
-from trireme.base.token import KEY_FILE, TOKEN, make_token, read_key, status_key, token, write_key
+from trireme.base.token import KEY_FILE, TOKEN, status_key, write_key
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
@@ -64,7 +62,7 @@ def secret(monkeypatch):
     return SECRET
 
 
-def open_app() -> TestClient:
+def open_app():
     async def answer(request: HttpRequest) -> JSONResponse:
         return JSONResponse(await request.json() if await request.body() else {})
 
@@ -186,20 +184,6 @@ def test_arguments_of_vllm_do_not_open_its_server(name):
 # the key in a run's folder
 
 
-def test_a_key_lies_in_the_run_folder_for_its_owner_alone(tmp_path):
-    assert make_token()
-    assert not make_token()  # a token that was given stays
-    write_key(tmp_path, token())
-    write_key(tmp_path, status_key())
-    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
-    assert read_key(tmp_path) == status_key() != token()
-    write_key(tmp_path, None)
-    with file_size_limit(9), pytest.raises(OSError, match="File too large"):
-        write_key(tmp_path, token())
-    assert read_key(tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_no_token_is_sent_to_an_address_out_of_a_folder(tmp_path, monkeypatch):
     shown: list[str | None] = []
     with answering_http(lambda _, bearer: shown.append(bearer) or (404, b"")) as port:
@@ -230,18 +214,18 @@ QUESTION = Done(run_id=SECRET_WORD, version=3)
 SOON_S = 0.2
 
 
-def set_token(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
+def set_token(monkeypatch, token):
     monkeypatch.setenv(TOKEN, token) if token else monkeypatch.delenv(TOKEN, raising=False)
 
 
 @contextmanager
-def hearing(port: int | None = None) -> Iterator[tuple[str, list[Request]]]:
+def hearing(port=None):
     asked: list[Request] = []
     with answering(lambda request: asked.append(request) or Ok(), port) as address:
         yield address, asked
 
 
-def ask(address: str, *, deadline_s: float = DEADLINE_S) -> object:
+def ask(address, *, deadline_s=DEADLINE_S):
     with closing(ControlClient(address, Waits("trainer"), ask_again_s=SOON_S)) as client:
         return client.ask(QUESTION, what="leave", deadline_s=deadline_s)
 
@@ -323,7 +307,7 @@ def test_what_is_said_can_be_read_on_the_way_only_where_there_is_no_token(monkey
 
 
 @contextmanager
-def tapped(address: str, heard: bytearray) -> Iterator[str]:
+def tapped(address, heard):
     """A wire tap for one connection: passes everything on, and keeps what passes."""
 
     def pass_on(source: socket.socket, sink: socket.socket) -> None:
