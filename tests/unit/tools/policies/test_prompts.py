@@ -7,6 +7,7 @@ from typing import Any
 from support.engines.reflecting import ENVIRONMENT
 from support.runs.toy_environments import with_environment
 from trireme.orchestrator.environments.pool import Environment
+from trireme.orchestrator.session.session import Session
 from trireme.orchestrator.session.wire import Ask, Reply, RunTask
 from trireme.tools.policies.prompts import PromptedEnvironment, own_prompt, with_system
 
@@ -20,8 +21,8 @@ def test_gepa_candidate_replaces_the_system_prompt_of_an_environment(here):
 
     async def use(environment: Environment) -> None:
         task = RunTask(task="t", index=0)
-        loaded = await environment.run(task, ask)
-        tried = await PromptedEnvironment(environment, "Be loud.", columns=["heard", "gone"]).run(task, ask)
+        loaded = await environment.run(Session(task, ask))
+        tried = await PromptedEnvironment(environment, "Be loud.", columns=["heard", "gone"]).run(Session(task, ask))
         assert await own_prompt(environment, [("train", 0), ("train", 1)]) == "Be quiet."
         assert asked[0] == with_system(asked[1], "Be quiet.")
         assert tried.prompt[0]["content"] == "Be loud."
