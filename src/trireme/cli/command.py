@@ -30,7 +30,7 @@ from trireme.config.rules import check, check_launch, launch_problems, launch_wa
 from trireme.config.run import NODE, RunConfig
 from trireme.config.sft import SftConfig
 from trireme.launch.folder import hold, prepare_folder
-from trireme.launch.plan import describe, plan, set_environment
+from trireme.launch.plan import describe, env_vars_of, plan, set_environment
 from trireme.launch.process_tree import MARKER
 from trireme.launch.ranks import RANKS_PARENT, end_with_parent
 from trireme.launch.resume import check_fresh, check_resume
@@ -155,6 +155,7 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
         return config if is_rank_of_a_lone_trainer else resuming(config), invocation.run
 
     # Started alone: do what `rl` does for all its processes, for this one.
+    os.environ.update(config.env_vars)
     devices = detect_devices()
     node = node_of(config, name, invocation)
     config = resolve(config, devices, section=name, node=node)
@@ -186,6 +187,7 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
         write_process_files(config, config.paths.configs, (name,))
 
     # Last: torch and vLLM read these variables when they are imported, which the caller does next.
+    os.environ.update(env_vars_of(config, name))
     set_environment(plan(config, run_file, devices)[name].env)
     return config, run_file
 

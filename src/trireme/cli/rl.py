@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from trireme.base.devices import Devices, detect_devices
@@ -26,6 +27,7 @@ def main() -> None:
 def rl(argv: list[str]) -> int:
     devices = detect_devices()
     config, invocation = load_run_config(argv, program="rl")
+    os.environ.update(config.env_vars)  # some decide where models are looked for
     if not invocation.run:
         config = resolve(config, devices)
     check(config, devices)

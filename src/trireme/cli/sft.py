@@ -10,7 +10,7 @@ from trireme.base.log import start_logging
 from trireme.base.network import stay_on_loopback
 from trireme.base.processes import quick_imports
 from trireme.cli.command import move_old_run_aside, run_command
-from trireme.config.files import to_table, to_toml
+from trireme.config.files import to_table, to_toml, without_secrets
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft
@@ -34,10 +34,11 @@ def sft(argv: list[str]) -> None:
 
     # Started by the user. The ranks take the branch above.
     devices = detect_devices()
+    os.environ.update(config.env_vars)  # the ranks inherit them
     config = resolve_sft(config, devices)
     check_sft(config, devices)
     if invocation.dry_run:
-        print(to_toml(to_table(config)))
+        print(to_toml(without_secrets(to_table(config))))
         return
 
     check_folder(config)  # a refusal leaves nothing in the user's folder

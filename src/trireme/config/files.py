@@ -135,6 +135,7 @@ def write_process_files(config: RunConfig, folder: Path, names: tuple[ProcessNam
     files = []
     for name in names:
         table = shared | whole[name]  # the run's keys, and over them those of its own table, without its name
+        table["env_vars"] = shared["env_vars"] | whole[name]["env_vars"]
         files.append(folder / f"{name}.toml")
         _write_table(table, to_toml(table), files[-1])
     return files

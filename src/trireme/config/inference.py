@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from trireme.config.section import Section
+from trireme.config.section import EnvVars, Section
 
 
 class InferenceModel(Section):
@@ -79,6 +79,8 @@ class InferenceConfig(Section):
     """More arguments of vLLM's server, by its own names. A list is several values, a table JSON, false `--no-NAME`."""
     start_timeout_s: PositiveFloat = 900.0
     """Longest time that the engine may take to start."""
+    env_vars: EnvVars = {}
+    """Environment variables of the engine, over the run's `env_vars`."""
 
     def arg(self, name: str) -> Any:
         """Return an argument of vLLM's server that the user set, by its name with dashes; None if not set."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
 from trireme.config.inference import sampling_names
-from trireme.config.section import Section
+from trireme.config.section import EnvVars, Section
 
 
 class Sampling(Section):
@@ -392,6 +392,8 @@ class OrchestratorConfig(Section):
     `rollout_timeout_s`."""
     trainer_timeout_s: PositiveFloat = 3600.0
     """Longest time that the orchestrator waits for the trainer; evaluations and full disks do not count."""
+    env_vars: EnvVars = {}
+    """Environment variables of the orchestrator and of the workers of environments, over the run's `env_vars`."""
 
     @property
     def all_environments(self) -> tuple[Environment, ...]:

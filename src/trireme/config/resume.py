@@ -33,6 +33,7 @@ RUN: dict[When, str] = {
     "at once": """
         name output_dir resume log_level disk_timeout_s wandb.* dashboard console.* supervisor.* ports.* hosts.*
         inference_gpu_ids trainer_gpu_ids inference_gpus trainer_gpus weight_broadcast.*
+        env_vars.* trainer.env_vars.* orchestrator.env_vars.* inference.env_vars.*
         trainer.ckpt.* trainer.batch_timeout_s trainer.save_logprobs trainer.try_step trainer.model.trust_remote_code
         inference.server.* inference.start_timeout_s
         orchestrator.server.* orchestrator.engine_timeout_s orchestrator.trainer_timeout_s

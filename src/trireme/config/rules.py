@@ -8,9 +8,12 @@ whose rules alone are checked; None for `rl`.
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from trireme.base.network import is_here, is_loopback
 from trireme.base.processes import loopback_problem, port_is_free
 from trireme.base.safe_text import CONTROL
 from trireme.base.token import HOW, token, token_problem
-from trireme.config.files import ProcessName, toml_value
+from trireme.config.files import PROCESSES, ProcessName, toml_value
 from trireme.config.inference import LOW_BIT, inference_problems
 from trireme.config.losses import loss_problems
 from trireme.config.model.folder import (
@@ -91,6 +94,8 @@ def problems(config: RunConfig, devices: Devices, *, section: ProcessName | None
     if section != "trainer":
         found += _engine_argument_problems(config)
     found += _gpu_problems(config, devices, section)
+    for table in ("env_vars", *(f"{name}.env_vars" for name in PROCESSES if section in (None, name))):
+        found += env_var_problems(table, attrgetter(table)(config))
     return found
 
 
@@ -116,7 +121,8 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     if section in (None, "trainer"):
         found += optim_launch_problems("trainer.", config.trainer.optim, config.device)
         found += model_launch_problems("trainer.model", config.trainer.model, config.device)
-        found += allocator_problems(config.weight_broadcast.type)
+        variables = os.environ | config.env_vars | config.trainer.env_vars
+        found += allocator_problems(config.weight_broadcast.type, variables)
     found += run_tokenizer_problems(config, section=section)
     if section in (None, "inference"):
         found += served_model_problems(config)
@@ -291,6 +297,34 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
                 f'`trainer.model.lora.sync = "adapter"` with {what} - expected {expected}. Write '
                 '`trainer.model.lora.sync = "merged"`, or change the other key.'
             )
+
+
+_PROTECTED = {
+    "CUDA_VISIBLE_DEVICES": "Choose GPUs by `inference_gpu_ids` and `trainer_gpu_ids`, of those that the shell shows",
+    "VLLM_CPU_KVCACHE_SPACE": "Set `inference.cpu.kv_cache_gib`",
+    **dict.fromkeys(("VLLM_SERVER_DEV_MODE", "VLLM_PLUGINS"), "Remove it: weight updates need the value that is set"),
+    **dict.fromkeys(
+        ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        "Remove it: each rank gets its own",
+    ),
+}
+"""Variables that Trireme sets itself, and what to do instead of setting them."""
+
+_READ_AT_START = re.compile(r"PYTHON[A-Z]\w*|LD_\w+")  # by Python and the loader, before any file is read
+
+
+def env_var_problems(table: str, variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield which variables of a process cannot be set by a file."""
+    for name, value in variables.items():
+        advice = _PROTECTED.get(name)
+        if name.startswith("TRIREME_"):
+            advice = "Write the key itself, or export it in the shell"
+        if _READ_AT_START.fullmatch(name):
+            advice = "Export it in the shell: it is read when a process starts, before this file is"
+        if not name or "=" in name or "\0" in name + value:
+            yield f"{table} has the name {toml_value(name)} - expected that of an environment variable. Correct it."
+        elif advice:
+            yield f"{table}.{name} - expected a variable that a file may set. {advice}."
 
 
 def _name_problems(name: str | None, output_dir: Path) -> Iterator[str]:
@@ -718,6 +752,7 @@ def check_sft(config: SftConfig, devices: Devices) -> None:
     model, ranks = config.model, config.num_ranks or 1
     found = [
         *_name_problems(config.name, config.output_dir),
+        *env_var_problems("env_vars", config.env_vars),
         *sft_problems(config),
         *_loopback_problems(),
         *check_model("model.name", model.name),

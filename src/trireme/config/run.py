@@ -13,7 +13,7 @@ from trireme.base.network import is_here, is_loopback
 from trireme.base.paths import RunPaths
 from trireme.config.inference import InferenceConfig
 from trireme.config.orchestrator import OrchestratorConfig, slots_for
-from trireme.config.section import Section, Seed
+from trireme.config.section import EnvVars, Section, Seed
 from trireme.config.trainer import TrainerConfig, Vlm
 
 PositiveOrInfinite = Annotated[float, Field(gt=0, allow_inf_nan=True)]
@@ -34,8 +34,14 @@ class Wandb(Section):
 
     project: str = "trireme"
     """Project."""
+    entity: str | None = None
+    """User or team that the project belongs to; the account's own if not set."""
     name: str | None = None
     """Name of the run there; the run's `name` if not set."""
+    group: str | None = None
+    """Group that the run is shown in, together with others."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run, to filter by."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes to disk only; `wandb sync` sends it later."""
 
@@ -163,6 +169,9 @@ class AnyRun(Section):
     """Least severe messages that the logs keep."""
     disk_timeout_s: PositiveFloat = 86400.0
     """Longest time that the run waits for space on a full disk."""
+    env_vars: EnvVars = {}
+    """Environment variables of the command and of all processes that it starts, over those of the shell. Not what
+    Trireme sets itself, nor what is read before this file is: `PYTHON…`, `LD_…`."""
     wandb: Wandb | None = None
 
     @property

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 NONE = "none"  # the word for nothing in files and flags, as TOML has none; "null" is read too
@@ -43,6 +43,15 @@ class Section(BaseModel):
 
 Seed = Annotated[int, Interval(ge=0, le=2**32 - 1)]
 """A seed that numpy and vLLM accept."""
+
+EnvVars = dict[str, Annotated[str, BeforeValidator(lambda value: as_text(value))]]
+"""Environment variables by name. Numbers, and true or false, are taken as the text that they are written as."""
+
+
+def as_text(value: Any) -> Any:
+    """Return a number or a truth value as text; anything else as it is."""
+    return json.dumps(value) if isinstance(value, bool | int | float) else value
+
 
 Kind = Literal["section", "sections", "list", "table", "choice", "bool", "integer", "number", "text"]
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from trireme.config.losses import Loss
-from trireme.config.section import Section
+from trireme.config.section import EnvVars, Section
 
 Dtype = Literal["bfloat16", "float32"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -224,6 +223,8 @@ class TrainerConfig(Training):
     try_step: bool | None = None
     """Before the first batch, try a step on a made-up row of full length, which finds too little memory early. On GPUs,
     if not set."""
+    env_vars: EnvVars = {}
+    """Environment variables of the trainer's ranks, over the run's `env_vars`."""
 
 
 # Rules of these tables. Each yields one message per problem. `table` and `prefix` ("trainer.", or nothing) are names as
@@ -339,7 +340,7 @@ def optim_launch_problems(prefix: str, optim: Optimizer, device: str) -> Iterato
         )
 
 
-def allocator_problems(broadcast: str) -> Iterator[str]:
+def allocator_problems(broadcast: str, variables: Mapping[str, str]) -> Iterator[str]:
     """Yield the setting of torch's allocator with which memory handles do not open.
 
     The receiver of an expandable segment takes the sender's file descriptors (`pidfd_getfd`, c10's
@@ -347,7 +348,7 @@ def allocator_problems(broadcast: str) -> Iterator[str]:
     containers, nor between siblings if `kernel.yama.ptrace_scope` is 1.
     """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if broadcast == "ipc" else ():
-        if re.search(r"expandable_segments\s*:\s*True", value := os.environ.get(name, "")):
+        if re.search(r"expandable_segments\s*:\s*True", value := variables.get(name, "")):
             yield (
                 f'{name}={value} with weight_broadcast.type = "ipc" - expected ordinary segments, whose memory another '
                 f"process can open by a handle. Unset {name}, or take `expandable_segments` out of it."

@@ -7,11 +7,12 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from trireme.base.devices import Devices
 from trireme.base.network import url_of
-from trireme.config.files import ProcessName
+from trireme.config.files import ProcessName, without_secrets
 from trireme.config.inference import InferenceServer
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
@@ -69,7 +70,10 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
         return ProcessSpec(
             name=name,
             argv=(sys.executable, "-m", f"trireme.cli.{name}", "--run", str(run_file)),
-            env=environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) | dict(more or {}),
+            env=environment
+            | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+            | dict(more or {})
+            | env_vars_of(config, name),
             log=config.paths.log(name),
             gpus=gpus,
             ports={purpose: port for purpose, port in ports.items() if port is not None},
@@ -99,6 +103,12 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
     return {each.name: each for each in (inference, orchestrator, trainer)}
 
 
+def env_vars_of(config: RunConfig, name: ProcessName) -> dict[str, str]:
+    """Return the variables that the user sets for a process."""
+    own = attrgetter(f"{name}.env_vars")(config)
+    return {**config.env_vars, **own}
+
+
 def set_environment(variables: Mapping[str, str]) -> None:
     """Set variables that the user has not set. Only Trireme decides which GPUs are visible."""
     for name, value in variables.items():
@@ -116,7 +126,8 @@ def describe(plan: Plan, config: RunConfig, *, only: ProcessName | None = None) 
             gpus = f"GPU {','.join(map(str, process.gpus))}" if process.gpus else "CPU"
             ports = ", ".join(f"{purpose} {port}" for purpose, port in process.ports.items())
             ranks = f" in {process.num_ranks} ranks" if process.num_ranks > 1 else ""
-            environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in process.env.items())
+            shown = without_secrets(dict(process.env))
+            environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in shown.items())
             blocks.append(
                 f"{process.name}  on {gpus}{ranks}; ports: {ports}\n"
                 f"  log {process.log}\n"

@@ -99,7 +99,10 @@ def _init(config: RunConfig | SftConfig, run_id: str | None) -> Any:
     try:
         run = wandb.init(
             project=config.wandb.project,
+            entity=config.wandb.entity,
             name=config.wandb.name or config.name,
+            group=config.wandb.group,
+            tags=config.wandb.tags or None,
             mode=config.wandb.mode,
             id=run_id,
             resume="allow" if config.wandb.mode == "online" else None,

@@ -55,6 +55,10 @@ def command(argv: list[str]) -> int:
             "trust. Add `--run-code` where you trust it."
         )
 
+    # Variables can name code, too.
+    if not arguments.run_code:
+        config = updated(config, {"env_vars": {}, "trainer.env_vars": {}})
+
     span = find_span(config.paths, arguments.first, arguments.last)
     config = as_built(config, span)
     if RANKS_PARENT in os.environ:

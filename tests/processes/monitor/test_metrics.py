@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -166,6 +167,15 @@ def test_a_mirror_that_is_killed_goes_on_where_it_was(tmp_path, monkeypatch):
         wandb_mirror._Mirror(config)._mirror()
     assert rows == [[{"step": 1, "reward/mean": 0.5}, {"step": 0, "loss": 1.0}]] * 2
     assert ids == [None, "one"], "the same wandb run"
+
+
+def test_wandb_is_told_the_place_of_the_run(tmp_path, monkeypatch):
+    said: dict[str, Any] = {}
+    monkeypatch.setattr("wandb.init", lambda **given: said.update(given) or SimpleNamespace(define_metric=MagicMock()))
+    table = {"mode": "offline", "project": "p", "entity": "team", "group": "ablation", "tags": ["a", "b"]}
+    wandb_mirror._init(RunConfig.model_validate({"output_dir": tmp_path, "name": "one", "wandb": table}), None)
+    expected = {"project": "p", "entity": "team", "name": "one", "group": "ablation", "tags": ("a", "b")}
+    assert said.items() >= expected.items()
 
 
 def test_wandb_that_cannot_start_is_a_configuration_error(tmp_path, monkeypatch):

@@ -13,12 +13,12 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths
 from trireme.cli.command import open_process
-from trireme.config.files import write_run
+from trireme.config.files import write_process_files, write_run
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve, resuming
 from trireme.config.run import RunConfig
 from trireme.launch.folder import prepare_folder
-from trireme.launch.plan import Plan, describe, plan
+from trireme.launch.plan import Plan, describe, env_vars_of, plan
 
 DATA = Path(__file__).parents[2] / "data"
 RUN = Path("outputs/configs/run.json")
@@ -50,6 +50,26 @@ def test_on_cpu_no_gpu_is_visible_and_the_engine_is_told_its_memory():
     expected |= {"VLLM_PLUGINS": "trireme", "OMP_NUM_THREADS": "1"}
     assert the_plan["inference"].env.items() >= expected.items()
     assert the_plan["trainer"].ports == {"weights": config.ports.weights}
+
+
+def test_variables_of_a_process_take_precedence_over_those_of_the_run():
+    flags = ["--env-vars.A", "run", "--env-vars.B", "run", "--trainer.env-vars.A", "own", "--env-vars.MY_KEY", "hush"]
+    the_plan, config = planned(*flags, on=Devices(cores=2))
+    assert {name: (each.env["A"], each.env["B"]) for name, each in the_plan.items()} == {
+        "inference": ("run", "run"),
+        "orchestrator": ("run", "run"),
+        "trainer": ("own", "run"),
+    }
+    assert "A=own B=run" in (text := describe(the_plan, config))
+    assert the_plan["trainer"].env["MY_KEY"] == "hush", "the process gets the secret"
+    assert "hush" not in text, "what is printed does not show it"
+
+
+def test_file_of_a_lone_process_has_the_runs_variables_too(tmp_path):
+    _, config = planned("--env-vars.A", "run", "--env-vars.B", "run", "--trainer.env-vars.A", "own", on=GPUS)
+    for file in write_process_files(config, tmp_path):
+        alone, _ = load_run_config(["@", str(file)], section=file.stem, program=file.stem)
+        assert env_vars_of(alone, file.stem) == {"A": "own" if file.stem == "trainer" else "run", "B": "run"}
 
 
 def test_health_checks_use_an_address_that_this_machine_reaches():
