@@ -27,6 +27,7 @@ class RunPaths:
         self.root = root
         self.configs = root / "configs"
         self.run_config = self.configs / "run.json"  # the resolved configuration that every process of the run loads
+        self.origin = root / "origin"  # the checkpoint of another run that this one began from
         self.logs = root / "logs"
         self.journal = root / "journal"
         self.logprobs = root / "logprobs"  # the trainer's logprobs of each batch's tokens
@@ -41,7 +42,7 @@ class RunPaths:
     @property
     def holds_run(self) -> bool:
         """Return whether a run has written anything that a new one must not overwrite."""
-        return self.metrics.exists() or self.journal.exists()
+        return self.metrics.exists() or self.journal.exists() or self.origin.exists()
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.stdout"

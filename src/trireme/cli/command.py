@@ -30,6 +30,7 @@ from trireme.config.rules import check, check_launch, launch_problems, launch_wa
 from trireme.config.run import NODE, RunConfig
 from trireme.config.sft import SftConfig
 from trireme.launch.folder import hold, prepare_folder
+from trireme.launch.origin import begin
 from trireme.launch.plan import describe, env_vars_of, plan, set_environment
 from trireme.launch.process_tree import MARKER
 from trireme.launch.ranks import RANKS_PARENT, end_with_parent
@@ -172,6 +173,7 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
         if not node:
             with hold(config.paths, name):  # or else the configuration of a running process would be replaced
                 check_fresh(config, name)
+                begin(config)
 
     join_network(config, name, node)
 

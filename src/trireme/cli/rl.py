@@ -15,6 +15,7 @@ from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
 from trireme.launch.folder import check_folder, hold_folder
+from trireme.launch.origin import begin, check_origin
 from trireme.launch.plan import plan
 from trireme.launch.resume import check_resume, is_trained
 from trireme.launch.settings import print_changes, progress_of, write_settings
@@ -41,7 +42,7 @@ def dry_run(config: RunConfig, devices: Devices) -> int:
         _print_fit_warnings(config, devices)
 
     # Collect all problems: a dry run shows everything that prevents a start, not only the first.
-    for look in (check_folder, check_resume, find_environments):
+    for look in (check_folder, check_resume, check_origin, find_environments):
         try:
             look(config)
         except ConfigError as error:
@@ -78,6 +79,7 @@ def launch(config: RunConfig, devices: Devices, processes: tuple[ProcessName, ..
 
     # A run that cannot start is refused before anything is written.
     check_resume(config)
+    check_origin(config)
     if config.resume and is_trained(config):
         from trireme.orchestrator.loop import is_over
 
@@ -99,6 +101,7 @@ def launch(config: RunConfig, devices: Devices, processes: tuple[ProcessName, ..
     # From here on the folder is ours, and is changed.
     with hold_folder(config.paths) as lock:
         move_old_run_aside(config)
+        begin(config)
         write_configs(config, config.paths.configs)
         write_key(config.paths.root, token() if is_of_this_run else status_key())
         note_provenance(config, devices)

@@ -16,6 +16,7 @@ from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft
 from trireme.config.sft import SftConfig
 from trireme.launch.folder import check_folder, hold_folder
+from trireme.launch.origin import begin, check_origin
 from trireme.launch.ranks import become_ranks, end_with_parent, rank
 from trireme.launch.resume import check_resume, is_trained
 from trireme.launch.settings import write_settings
@@ -44,10 +45,12 @@ def sft(argv: list[str]) -> None:
     check_folder(config)  # a refusal leaves nothing in the user's folder
     with hold_folder(config.paths):
         check_resume(config)
+        check_origin(config)
         if config.resume and is_trained(config):
             print(f"all {config.max_steps} steps are trained and saved: nothing is left to do")
             return
         move_old_run_aside(config)
+        begin(config)
         write_settings(config, config.paths.run_config)
         _train(config, config.paths.run_config)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import islice
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.base.network import EVERYWHERE, listening_address
+from trireme.base.paths import RunPaths, step_folder, step_of
 from trireme.base.processes import free_port
 from trireme.config.files import ProcessName
 from trireme.config.inference import low_bit_error
@@ -50,6 +52,7 @@ def resolve(config: RunConfig, devices: Devices, *, section: ProcessName | None 
     """
     # The order matters, as each step reads what those before it have filled in: addresses, the device, its GPUs, then
     # all that depends on them.
+    config = updated(config, _origin(config.resume_from, config.trainer.ckpt.resume_step, "trainer."))
     config = updated(config, _hosts(config))
     config = updated(config, _listening(config, section, node))
     config = updated(config, {"device": _device(config, devices)})
@@ -67,6 +70,7 @@ def resolve_sft(config: SftConfig, devices: Devices) -> SftConfig:
     device = config.device if config.device != "auto" else "cuda" if devices.gpus else "cpu"
     ranks = config.num_ranks or (max(1, devices.num_gpus) if device == "cuda" else 1)
     name = config.model.name or Model().name
+    config = updated(config, _origin(config.resume_from, config.ckpt.resume_step, ""))
     values: Values = {
         "device": device,
         "num_ranks": ranks,
@@ -95,6 +99,21 @@ def resuming(config: RunConfig) -> RunConfig:
     """Return the run as its processes see it once its folder is prepared: they resume from whatever is in it, on their
     first start and on restarts."""
     return updated(config, {"resume": True, "trainer.ckpt.resume_step": None})
+
+
+def _origin(other: Path | None, step: int | None, prefix: str) -> Values:
+    """Put the step that another run is taken up at into the path of its checkpoint: a step by itself is of this run."""
+    if other is None or step is None:
+        return {}
+    named = step_of(other)
+    if step == 0 or (named is not None and step not in (-1, named)):
+        found = f"the checkpoint of step {named}" if named else "another run"
+        raise ConfigError(
+            f"resume_from = {other}, {found}, with {prefix}ckpt.resume_step = {step} - expected a step that has a "
+            "checkpoint there, named once. Leave `resume_step` out for the newest; the base model needs no other run."
+        )
+    found_at = other if step == -1 or named else step_folder(RunPaths(other).checkpoints, step)
+    return {"resume_from": found_at, f"{prefix}ckpt.resume_step": None}
 
 
 def _hosts(config: RunConfig) -> Values:

@@ -31,7 +31,8 @@ MEANING: dict[When, str] = {
 
 RUN: dict[When, str] = {
     "at once": """
-        name output_dir resume log_level disk_timeout_s wandb.* dashboard console.* supervisor.* ports.* hosts.*
+        name output_dir resume resume_from log_level disk_timeout_s wandb.* dashboard console.* supervisor.*
+        ports.* hosts.*
         inference_gpu_ids trainer_gpu_ids inference_gpus trainer_gpus weight_broadcast.*
         env_vars.* trainer.env_vars.* orchestrator.env_vars.* inference.env_vars.*
         trainer.ckpt.* trainer.batch_timeout_s trainer.save_logprobs trainer.try_step trainer.model.trust_remote_code

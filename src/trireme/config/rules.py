@@ -156,6 +156,12 @@ def run_tokenizer_problems(config: RunConfig, *, section: ProcessName | None = N
 
 def launch_warnings(config: RunConfig) -> Iterator[str]:
     """Yield what lets a run start, but is seldom meant."""
+    if (without := config.trainer.ckpt.resume_without) and config.resume_from is None:
+        yield (
+            f"trainer.ckpt.resume_without = {toml_value(without)} has no effect without `resume_from`: a run's own "
+            "checkpoints are resumed whole, so that it comes to the same weights."
+        )
+
     name, served = config.trainer.tokenizer.name or config.model.name, config.inference.model.name
     if name is None or served is None or not (has_vocabulary(Path(name)) and has_vocabulary(Path(served))):
         return

@@ -159,6 +159,9 @@ class AnyRun(Section):
     """Folder that runs are written to."""
     resume: bool = False
     """Resume the run in the output folder from its newest complete checkpoint."""
+    resume_from: Path | None = None
+    """Folder of another run, or of one of its checkpoints (`.../checkpoints/step_N`), from which a new run begins: from
+    the checkpoint of `ckpt.resume_step`, or the newest complete one. Nothing of that folder is changed."""
     seq_len: PositiveInt = 2048
     """Longest sample that is trained on, in tokens."""
     seed: Seed = 0

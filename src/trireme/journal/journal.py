@@ -10,6 +10,7 @@ import msgspec
 from trireme.base.errors import JournalCorrupt
 from trireme.base.paths import move_aside
 from trireme.journal.entry import read_entry, write_entry
+from trireme.journal.origin import first_version, read_origin
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.journal.turns import turns_folder
 from trireme.messages import encode
@@ -55,6 +56,10 @@ class Journal:
         names = [path.stem.removeprefix("batch_") for path in self._folder.glob("batch_*.msgpack")]
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def first(self) -> int:
+        """Return the number of the first batch: 0, or that of the version which the run took from another one."""
+        return first_version(self._folder.parent)
+
     def require_all(self, steps: range | None = None, *, ways_out: str = "") -> list[int]:
         """Return the steps of the entries, all of them or those within a range.
 
@@ -64,7 +69,8 @@ class Journal:
         Raises: JournalCorrupt if an entry before the newest is missing.
         """
         there = self.steps()
-        wanted = [step for step in range(there[-1] + 1 if there else 0) if steps is None or step in steps]
+        begin, end = self.first(), there[-1] + 1 if there else 0
+        wanted = [step for step in range(begin, end) if steps is None or step in steps]
         if missing := sorted(set(wanted) - set(there)):
             raise JournalCorrupt(
                 f"{self._folder} misses batch {missing[0]} of {there[-1]}. Restore {self.path(missing[0])}."
@@ -73,9 +79,17 @@ class Journal:
         return wanted
 
     def head_state(self) -> State:
-        """Return the state after the newest entry; a fresh one if there is none. Raises JournalCorrupt."""
+        """Return the state after the newest entry; the one that the run begins with if there is none. Raises
+        JournalCorrupt."""
         steps = self.require_all()
-        return self.read(steps[-1]).state if steps else State()
+        return self.state_before(steps[-1] + 1 if steps else self.first())
+
+    def state_before(self, step: int) -> State:
+        """Return the state that a batch continues from. Raises JournalCorrupt if the entry before is damaged."""
+        origin = read_origin(self._folder.parent)
+        if step > (origin.begins_at if origin else 0):
+            return self.read(step - 1).state
+        return origin.state if origin else State()
 
     def rewind(self, step: int) -> None:
         """Move aside the entries from `step` on. Nothing is deleted."""

@@ -28,8 +28,9 @@ LOCKS = {"launcher": ".launcher", "orchestrator": ".orchestrator", "trainer": ".
 LEAVE_S = 30.0  # for the processes of a launcher that was killed
 
 RUN_ENTRIES = frozenset(
-    {"configs", "logs", "journal", "logprobs", "checkpoints", "weights", "data", "broadcast", "evals", "rollouts"}
-    | {"metrics.jsonl", "spans.jsonl", "rollouts.jsonl", "report.html", "report.md", "wandb", "runs", KEY_FILE}
+    {"configs", "origin", "logs", "journal", "logprobs", "checkpoints", "weights", "data", "broadcast", "evals"}
+    | {"metrics.jsonl", "spans.jsonl", "rollouts", "rollouts.jsonl", "report.html", "report.md"}
+    | {"wandb", "runs", KEY_FILE}
     | {*LOCKS.values()}
 )
 """Names that a run writes into its folder. Only these are moved when another run takes the folder."""
@@ -179,11 +180,14 @@ def _check_resumable(paths: RunPaths, step: int | None) -> None:
             f"Leave it out to start a new run, or check `output_dir` and `name`.{nearby}"
         )
 
-    have = complete_steps(paths.checkpoints)
-    if step is not None and step > 0 and step not in have:
+    from trireme.journal.origin import first_version  # it imports numpy, which `rl --help` does not wait for
+
+    have, first = complete_steps(paths.checkpoints), first_version(paths.root)
+    if step not in (None, -1, first, *have):
+        beginning = f"{first} for the checkpoint that it began from" if first else "0 for the base model"
         raise ConfigError(
             f"{asked} was given, and {paths.checkpoints} has no complete checkpoint of that step - it has "
-            f"{have or 'none'}. Take one of these, 0 for the base model, or -1 for the newest."
+            f"{have or 'none'}. Take one of these, {beginning}, or -1 for the newest."
         )
 
 
@@ -203,7 +207,8 @@ def move_aside(paths: RunPaths) -> Path:
     mine = [entry for entry in paths.root.iterdir() if _is_of_a_run(entry) and entry.name not in locks]
 
     aside.mkdir()
-    for entry in sorted(mine, key=lambda entry: entry in (paths.metrics, paths.journal)):  # `holds_run` until the end
+    last = (paths.metrics, paths.journal, paths.origin)  # `holds_run` until the end
+    for entry in sorted(mine, key=lambda entry: entry in last):
         entry.rename(aside / entry.name)
     return aside
 

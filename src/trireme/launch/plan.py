@@ -140,6 +140,9 @@ def describe(plan: Plan, config: RunConfig, *, only: ProcessName | None = None) 
 def _facts(config: RunConfig) -> Iterator[str]:
     orchestrator = config.orchestrator
     yield f"run      {config.paths.root}   {config.max_steps} steps on {config.device}, seed {config.seed}"
+    if config.resume_from and not config.resume:
+        without = config.trainer.ckpt.resume_without
+        yield f"from     {config.resume_from}{', without its ' + ', '.join(without) if without else ''}"
     if not config.hosts.are_loopback:
         hosts = config.hosts
         yield (

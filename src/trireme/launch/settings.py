@@ -33,11 +33,14 @@ class Progress:
 
 
 def progress_of(config: RunConfig | SftConfig) -> Progress:
-    paths, step = config.paths, training(config).ckpt.resume_step
-    if step is not None and step >= 0:
-        return Progress(step, step, step, is_empty=isinstance(config, SftConfig) and step == 0)
+    from trireme.journal.origin import first_version  # it imports numpy, which `rl --help` does not wait for
 
-    saved = max(complete_steps(paths.checkpoints), default=0)
+    paths, step = config.paths, training(config).ckpt.resume_step
+    first = first_version(paths.root)
+    if step is not None and step >= 0:
+        return Progress(step, step, step, is_empty=isinstance(config, SftConfig) and step == first)
+
+    saved = max([first, *complete_steps(paths.checkpoints)])
     if isinstance(config, SftConfig):
         from trireme.journal.settings import read_past
 
@@ -45,15 +48,16 @@ def progress_of(config: RunConfig | SftConfig) -> Progress:
         since = read_past(paths.run_config).went_back_s
         rows = [row for row in read_metrics(paths.metrics)[0] if row["process"] == "sft" and is_of_step(row)]
         steps = max([saved, *(row["step"] + 1 for row in rows if row.get("time_s", since) >= since)])
-        return Progress(saved, steps, steps, is_empty=not steps)
+        return Progress(saved, steps, steps, is_empty=steps == first)
     from trireme.journal.journal import Journal  # they import numpy, which `rl --help` does not wait for
     from trireme.journal.versions import Versions
 
     # A step counts as trained once engines have confirmed its version, as tokens of it may be in the journal.
     confirmed = Versions(paths.journal).newest  # it may be later than the newest checkpoint
     steps = max(confirmed, saved, 0)
-    batches = max([steps, *(batch + 1 for batch in Journal(paths.journal).steps())])
-    return Progress(saved, steps, batches, is_empty=confirmed < 0 and not batches)
+    filled = Journal(paths.journal).steps()
+    batches = max([steps, *(batch + 1 for batch in filled)])
+    return Progress(saved, steps, batches, is_empty=confirmed < 0 and not filled and steps == first)
 
 
 def write_settings(config: RunConfig | SftConfig, run_file: Path, process: ProcessName | None = None) -> None:

@@ -20,11 +20,12 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import step_folder
 from trireme.base.safe_text import clean
 from trireme.config.run import RunConfig
+from trireme.journal.origin import read_origin
 from trireme.journal.rank_shares import Shares
 from trireme.journal.settings import Settings, is_rounded
 from trireme.tools.record_differences import counted, differences
 from trireme.tools.run_reader import RunReader
-from trireme.trainer.checkpoint.checkpoint import load_checkpoint
+from trireme.trainer.checkpoint.checkpoint import load_version
 from trireme.trainer.model.loading import untrained_of
 from trireme.trainer.model.lora import adapters_of
 from trireme.trainer.parallel.mesh import World, open_world
@@ -42,7 +43,7 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
     """Replay and print one line per version. A collective of all ranks; each returns the same exit code.
 
     Args:
-        span: steps to repeat, from the checkpoint before the first one (0: the base model). See `find_span`.
+        span: steps to repeat, from the checkpoint before the first one, or what the run began from. See `find_span`.
         keep_going: continue after a difference.
 
     Returns: 1 if something differs that must not, else 0.
@@ -54,6 +55,8 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
     with open_world(config.device, trainer.model, threads=trainer.threads, timeout_s=trainer.batch_timeout_s) as world:
         if world.is_main:
             start = f"the checkpoint of step {span.start}" if span.start else "the base model"
+            if (origin := read_origin(config.paths.root)) and span.start == origin.begins_at:
+                start = f"version {origin.version} of {origin.folder}"
             print(
                 f"{config.paths.root}: {counted(len(span), 'step')} from {start}, with {_surroundings(config)}",
                 flush=True,
@@ -105,8 +108,7 @@ def retrace(config: RunConfig, world: World, span: range) -> Iterator[Retraced]:
             "run was started."
         ) from error
 
-    if span.start:
-        load_checkpoint(state, step_folder(config.paths.checkpoints, span.start), rank=world.rank)
+    load_version(state, config.paths.checkpoints, span.start, rank=world.rank)
 
     def retraced(metrics: Mapping[str, float]) -> Retraced:
         served = served_tensors(state.model, getattr(torch, config.served_dtype))

@@ -39,7 +39,7 @@ def command(argv: list[str]) -> int:
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="the run's folder; it may have been moved")
     add("--until", metavar="N", dest="last", type=int, help="stop at version N; all where not given")
-    add("--from", metavar="K", dest="first", type=int, default=0, help="start from the checkpoint of step K")
+    add("--from", metavar="K", dest="first", type=int, help="start from the checkpoint of step K")
     add("--run-code", action="store_true", help="run a custom loss, or a model's own code, of this run")
     add("--keep-going", action="store_true", help="also after the first difference")
 
@@ -117,28 +117,30 @@ def as_built(config: RunConfig, span: range) -> RunConfig:
     return settings.built(span.start)
 
 
-def find_span(paths: RunPaths, first: int, last: int | None) -> range:
-    """Return the steps from version `first` to version `last`, or to the newest.
+def find_span(paths: RunPaths, first: int | None, last: int | None) -> range:
+    """Return the steps from version `first`, or the run's first, to version `last`, or to the newest.
 
     Raises:
         ConfigError: the run has no such versions, no checkpoint to start from, or no recorded result.
         JournalCorrupt: a batch in between is missing.
     """
     journal, versions = Journal(paths.journal), Versions(paths.journal)
-    newest = max(0, versions.newest, *(step + 1 for step in journal.steps()))
+    begin = journal.first()
+    newest = max(begin, versions.newest, *(step + 1 for step in journal.steps()))
 
+    first = begin if first is None else first
     span = range(first, newest if last is None else last)
-    if not 0 <= span.start <= span.stop <= newest:
+    if not begin <= span.start <= span.stop <= newest:
         raise ConfigError(
-            f"Versions {span.start} to {span.stop} were asked for, the run in {paths.root} has 0 to {newest}. "
+            f"Versions {span.start} to {span.stop} were asked for, the run in {paths.root} has {begin} to {newest}. "
             "Give `--from` and `--until` within these."
         )
 
-    # Version 0 is the base model; any other start needs its optimizer state.
-    if first and first not in (have := complete_steps(paths.checkpoints)):
+    # The first version is the base model, or lies in `origin/`; any other start needs its optimizer state.
+    if first != begin and first not in (have := complete_steps(paths.checkpoints)):
         raise ConfigError(
             f"There is no whole checkpoint of step {first} in {paths.checkpoints} - it has {have or 'none'}. "
-            "Give `--from` one of these, or leave it out to start from the base model."
+            "Give `--from` one of these, or leave it out to start from the beginning."
         )
 
     missing = next((step for step in span if not journal.has(step)), None)

@@ -24,6 +24,7 @@ from trireme.base.timing import Timer
 from trireme.config.losses import Loss, resolve_loss
 from trireme.config.run import RunConfig
 from trireme.config.trainer import Optimizer
+from trireme.journal.origin import read_origin
 from trireme.journal.settings import Settings
 from trireme.messages import BatchReply, MicroBatch
 from trireme.trainer.checkpoint.state import TrainerState
@@ -89,6 +90,8 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self._settings = Settings(self.config)
+        origin = read_origin(self.config.paths.root)
+        self._schedule_shift = origin.schedule_shift if origin else 0
         self._use(self.config)
 
     def _use(self, config: RunConfig) -> None:
@@ -105,7 +108,8 @@ class Stepper:
             self._use(config)
         trainer = config.trainer
 
-        lr = set_lr(state.optimizer, trainer.optim, trainer.scheduler, step=state.version, max_steps=config.max_steps)
+        place, length = state.version + self._schedule_shift, config.max_steps + self._schedule_shift
+        lr = set_lr(state.optimizer, trainer.optim, trainer.scheduler, step=place, max_steps=length)
 
         # All iterations of the batch are compared with the same logprobs.
         fixed = self.fixed_logprobs()

@@ -2,6 +2,7 @@
 stops goes on as if it had not."""
 
 import asyncio
+import shutil
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -11,12 +12,14 @@ from support.engines.fake_engine import digests_of
 from support.processes.stage import write_checkpoint
 from support.runs.whole_run import WholeRun, build_config, entries, run
 from trireme.base.errors import ConfigError
-from trireme.base.paths import step_folder
+from trireme.base.paths import RunPaths, step_folder
+from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.config.trainer import Checkpoints, Tokenizer
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
+from trireme.launch.origin import begin
 from trireme.messages import encode
 from trireme.orchestrator.loop import orchestrate
 
@@ -82,6 +85,30 @@ def test_a_run_goes_on_as_if_nothing_had_died(tmp_path, undisturbed):
     for batch in (batch for trainer in whole.trainers for batch in trainer.batches):
         shares[batch.step].add(encode(batch))
     assert [len(shares[step]) for step in range(STEPS)] == [1] * STEPS
+
+
+def test_run_that_begins_from_another_has_its_rollouts_whoever_dies(tmp_path, undisturbed):
+    other, at = undisturbed.config, 2
+    shutil.copytree(other.paths.root, tmp_path / "other")
+    paths = RunPaths(tmp_path / "other")
+    write_checkpoint(paths, at)
+    write_run(other, paths.run_config)
+    taken = {"output_dir": str(tmp_path / "new"), "resume_from": str(step_folder(paths.checkpoints, at))}
+    config = RunConfig.model_validate(other.model_dump(mode="json") | taken | {"resume": False})
+    begin(config)
+    shutil.rmtree(paths.root)
+
+    async def meanwhile(running):
+        await running.until(lambda: Journal(config.paths.journal).has(at + 1), "a second batch")
+        await running.kill_orchestrator()
+        running.start_orchestrator()
+
+    found = run(config, trainer={"version": at}, meanwhile=meanwhile)
+    assert found.error is None
+    journal = Journal(config.paths.journal)
+    assert journal.require_all() == list(range(at, STEPS))
+    assert [encode(journal.read(step).rollouts) for step in range(at, STEPS)] == journal_of(other)[at:]
+    assert Versions(config.paths.journal).known() == list(range(at, STEPS + 1))
 
 
 def test_version_digests_are_on_disk_before_its_first_token(undisturbed):

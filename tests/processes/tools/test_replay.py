@@ -34,6 +34,7 @@ from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.rank_shares import Shares
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.journal.versions import Versions
+from trireme.launch.origin import begin
 from trireme.launch.settings import write_settings
 from trireme.monitor.metrics import read_metrics
 from trireme.tools.replay import replay as train_again
@@ -72,7 +73,9 @@ class Recorded:
                 return wire.Live(version=version)
         return wire.Ok()
 
-    def replay(self, first: int = 0, last: int | None = None, *, keep_going: bool = False, **changes: Any) -> int:
+    def replay(
+        self, first: int | None = 0, last: int | None = None, *, keep_going: bool = False, **changes: Any
+    ) -> int:
         config = self.config.model_copy(update=changes)
         return train_again(config, find_span(config.paths, first, last), keep_going=keep_going)
 
@@ -102,19 +105,34 @@ def batch(step: int, shown: str | None = None) -> BatchRecord:
 
 
 @contextmanager
-def ready_to_train(folder: Path, model, *, num_ranks: int = 1, picture: bytes | None = None) -> Iterator[Recorded]:
+def ready_to_train(
+    folder: Path,
+    model,
+    *,
+    num_ranks: int = 1,
+    picture: bytes | None = None,
+    steps: int = STEPS,
+    other: Path | None = None,
+    **ckpt: Any,
+) -> Iterator[Recorded]:
+    """
+    Args:
+        other: a run to begin from, with the same batches as in here.
+        ckpt: more keys of `[trainer.ckpt]`.
+    """
     files = PictureFiles(pictures_folder(folder / "journal"))
-    for step in range(STEPS):
+    for step in range(steps):
         Journal(folder / "journal").append(batch(step, files.add(picture) if picture else None))
     trainer = {"num_ranks": num_ranks, "threads": 1, "optim": {"lr": 1e-3, "weight_decay": 0.1}}
-    trainer |= {"scheduler": {"type": "linear"}, "ckpt": {"interval": SAVED_EVERY}}
+    trainer |= {"scheduler": {"type": "linear"}, "ckpt": {"interval": SAVED_EVERY} | ckpt}
     trainer["try_step"] = True  # which leaves nothing behind: replays try none
-    run = {"output_dir": folder, "device": "cpu", "max_steps": STEPS, "seq_len": 48}
+    run = {"output_dir": folder, "device": "cpu", "max_steps": steps, "seq_len": 48}
     run["model"] = {"name": str(model), "vlm": {"freeze_vision_encoder": False} if picture else None}
     with answering(lambda request: recorded.answer(request)) as address:
         ports = {"batches": int(address.rpartition(":")[2]), "weights": 0}
         sections = {"weight_broadcast": {"type": "filesystem"}, "trainer": trainer, "ports": ports}
-        recorded = Recorded(RunConfig.model_validate(run | sections))
+        recorded = Recorded(RunConfig.model_validate(run | sections | {"resume_from": other}))
+        begin(recorded.config)
         write_run(recorded.config, recorded.config.paths.run_config)
         yield recorded
 
@@ -149,6 +167,31 @@ def test_replay_of_the_journal_reproduces_every_version_to_the_bit(run, capsys):
     assert versions == run.identical(0, STEPS)
     assert last.endswith("every version has the digests that the engines confirmed")
     assert contents(run.config.paths.root) == before
+
+
+def test_run_that_begins_from_another_makes_the_same_versions(original, tiny_model, tmp_path, capsys):
+    checkpoint = original.config.paths.checkpoints / f"step_{SAVED_EVERY}"
+    with ready_to_train(tmp_path / "run", tiny_model, other=checkpoint) as run:
+        train(run.config)
+        shutil.rmtree(run.config.paths.checkpoints)  # as after a death before the first one of its own
+        train(updated(run.config, {"resume": True}))
+    assert run.versions.known() == list(range(SAVED_EVERY, STEPS + 1))
+    for version in run.versions.known():
+        (confirmation,) = run.versions.read(version).confirmations  # another one would be of other weights
+        assert confirmation.digests == original.versions.read(version).digests
+    capsys.readouterr()
+    assert run.replay(None) == 0
+    assert run.identical(SAVED_EVERY, STEPS)[-1] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("without", [("optimizer",), ("scheduler",), ("progress",), ("optimizer", "progress")])
+def test_replay_begins_with_what_was_taken_of_another_run(original, tiny_model, tmp_path, without):
+    begin_from = {"other": original.config.paths.root, "resume_without": without, "steps": STEPS + 2}
+    with ready_to_train(tmp_path / "run", tiny_model, **begin_from) as run:
+        train(run.config)
+    first = 0 if "progress" in without else STEPS
+    assert run.versions.read(first).digests == original.versions.read(STEPS).digests, "the same weights"
+    assert run.replay(None) == 0
 
 
 def test_replay_uses_the_settings_of_each_step_after_a_resume(tmp_path, tiny_model, capsys):

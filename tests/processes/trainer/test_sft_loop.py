@@ -21,11 +21,13 @@ from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
 from trireme.cli.sft import sft
+from trireme.config.files import write_run
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import Checkpoints, Optimizer, TrainerModel, Vlm
 from trireme.journal.manifest import complete_steps
 from trireme.journal.pictures import rules_of_model
 from trireme.launch.folder import hold_folder
+from trireme.launch.origin import begin
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
 from trireme.monitor.timeline import joined
@@ -91,6 +93,50 @@ def test_a_resumed_run_goes_on_to_the_same_weights_to_the_bit(trained, letters, 
     weights = "weights/step_20/model.safetensors"
     assert (tmp_path / weights).read_bytes() == (trained / weights).read_bytes()
     assert [row["loss"] for row in metrics_of(tmp_path)] == [row["loss"] for row in metrics_of(trained)]
+
+
+def forked(trained: Path, folder: Path, *given: object, **changed: object) -> SftConfig:
+    config = build_config(folder, *given, resume_from=trained / "checkpoints" / "step_10", **changed)
+    write_run(build_config(trained, *given), trained / "configs" / "run.json")
+    begin(config)
+    return config
+
+
+def test_run_that_begins_from_another_ends_with_its_weights(trained, letters, tiny_model, tmp_path):
+    train_sft(forked(trained, tmp_path, tiny_model, letters))
+    weights = "weights/step_20/model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (trained / weights).read_bytes()
+    rows = metrics_of(tmp_path)
+    assert [row["loss"] for row in rows] == [row["loss"] for row in metrics_of(trained)][10:]
+    assert "validation/base_loss" in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("without", "steps", "epochs", "is_first_batch"),
+    [
+        (("data",), [10, 11], [16 / 180, 32 / 180], True),
+        (("progress",), [0, 1], [11 * 16 / 180, 12 * 16 / 180], False),
+        (("data", "progress"), [0, 1], [16 / 180, 32 / 180], True),
+    ],
+)
+def test_place_in_the_samples_is_apart_from_the_steps(
+    trained, letters, tiny_model, tmp_path, without, steps, epochs, is_first_batch
+):
+    parts = {"ckpt": Checkpoints(resume_without=without), "max_steps": steps[-1] + 1, "batch_size": 16}
+    train_sft(forked(trained, tmp_path, tiny_model, letters, **parts))
+    rows = metrics_of(tmp_path)
+    assert [row["step"] for row in rows] == steps
+    assert [row["epoch"] for row in rows] == pytest.approx(epochs)
+    first = metrics_of(trained)[0 if is_first_batch else 10]
+    assert rows[0]["loss_tokens"] == first["loss_tokens"]
+    assert rows[0]["loss"] < 1.0, "the weights are the other run's"
+
+
+def test_place_in_other_samples_is_refused_when_a_run_begins(trained, letters, tiny_model, tmp_path):
+    other = write_lines(tmp_path / "other.jsonl", *map(json.loads, reversed(letters.read_text().splitlines())))
+    config = forked(trained, tmp_path / "run", tiny_model, letters)
+    with pytest.raises(ConfigError, match=r"other samples so far: .*--ckpt\.resume-without data"):
+        train_sft(config.model_copy(update={"data": str(other)}))
 
 
 def test_resumed_sft_run_refuses_other_samples(letters, tiny_model, tmp_path):

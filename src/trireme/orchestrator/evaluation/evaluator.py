@@ -13,6 +13,7 @@ from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Evaluation
 from trireme.config.run import RunConfig
+from trireme.journal.origin import first_version
 from trireme.journal.records import Rollout
 from trireme.monitor.metrics import MetricsFile
 from trireme.orchestrator.environments.pool import Environment
@@ -77,10 +78,11 @@ class Evaluator:
         """Return the versions to evaluate, without those that were before this run was resumed."""
         if self._eval is None:
             return []
-        last = self.config.max_steps
-        versions = set(range(0, last, self._eval.interval)) if self._eval.interval else {0}
+        first, last = first_version(self.config.paths.root), self.config.max_steps
+        versions = set(range(0, last, self._eval.interval)) if self._eval.interval else set()
+        versions = {first, *(version for version in versions if version > first)}
         if not self._eval.eval_base:
-            versions.discard(0)
+            versions.discard(first)
         return sorted(version for version in versions | {last} if not self.is_done(version))
 
     def is_done(self, version: int) -> bool:

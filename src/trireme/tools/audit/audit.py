@@ -29,6 +29,7 @@ from trireme.algo.rules import rules_of
 from trireme.base.errors import JournalCorrupt
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
+from trireme.journal.origin import Origin, read_origin
 from trireme.journal.pictures import PictureFiles
 from trireme.journal.records import BatchRecord, State
 from trireme.journal.settings import Settings, is_rounded
@@ -88,7 +89,11 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     settings = Settings(config, "orchestrator")
     # digests may differ without harm on GPUs, which round differently, and in versions made again by other trainers
     may_differ = {version for version in known if config.device == "cuda" or is_rounded(settings.earlier, version)}
-    confirmed = check_versions(run.versions, known, report, num_batches=num_batches, may_differ=may_differ)
+    origin = _read_origin(folder, report)
+    first, begun = (origin.begins_at, origin.state) if origin else (0, State())
+    confirmed = check_versions(
+        run.versions, known, report, first=first, num_batches=max(first, num_batches), may_differ=may_differ
+    )
     # batches that an interrupted rewind has yet to move aside are by versions that it has moved aside already
     confirmed |= {version for version in versions_set_aside if version > newest}
 
@@ -97,6 +102,7 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     # the newest lines may be missing, and abandoned steps keep theirs: see above
     compare_lines(
         lines,
+        first=first,
         trained=min(newest_at_first - MAY_LACK_LINES, num_batches),
         newest=newest,
         num_batches=num_batches,
@@ -105,11 +111,11 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
     )
 
     # every audit sees the batches in order, and each batch is read once
-    fates, tokens = Fates(report), TokenAudit(confirmed, report, run_code)
-    turns, state = TurnAudit(paths.journal, report), State()
+    fates, tokens = Fates(report, begun), TokenAudit(begun, confirmed, report, run_code)
+    turns, state = TurnAudit(paths.journal, report), begun
     listed, seen_pictures = set(batches), set[str]()
-    expected, newest_batch = 0, max(batches, default=-1)
-    for step in range(newest_batch + 1):
+    expected, newest_batch = first, max(batches, default=-1)
+    for step in range(first, newest_batch + 1):
         if (record := _read_batch(journal, step, listed, report)) is None:
             continue
         # the rules of that step, as a resume may change them; older journals do not record them
@@ -129,13 +135,31 @@ def audit_run(folder: Path, *, run_code: str | None = None) -> Report:
         )
         expected, state = step + 1, record.state
     turns.close(state)
-    check_checkpoints(paths, checkpoints, lines.trained, report, newest=newest)
+    check_checkpoints(paths, checkpoints, lines.trained, report, first=first, newest=newest)
 
     report.summary.batches, report.summary.checkpoints = len(batches), checkpoints
     report.summary.set_aside = sorted(
         str(path.relative_to(folder)) for path in folder.glob("*/set_aside_*") if path.is_dir()
     )
     return report
+
+
+def _read_origin(folder: Path, report: Report) -> Origin | None:
+    """Return what the run began from, and report if that is no longer what it was; None if it was the base model."""
+    try:
+        origin = read_origin(folder)
+        damage = origin.find_damage(folder) if origin else None
+    except (JournalCorrupt, OSError) as error:
+        origin, damage = None, str(error)
+    if damage is not None:
+        expected = "the checkpoint that the run began from, as it was taken over"
+        report.add("checkpoints", origin.begins_at if origin else 0, damage, expected=expected, advice="See `origin/`.")
+    if origin is not None:
+        without = f" without its {', '.join(origin.without)}" if origin.without else ""
+        report.summary.began_from = (
+            f"version {origin.version} of {origin.folder}{without} (manifest {origin.manifest[:12]})"
+        )
+    return origin
 
 
 def _read_batch(journal: Journal, step: int, listed: set[int], report: Report) -> BatchRecord | None:
@@ -145,7 +169,7 @@ def _read_batch(journal: Journal, step: int, listed: set[int], report: Report) -
             "journal",
             step,
             f"batch {step} is missing, and batch {max(listed)} is there",
-            expected="all batches from 0 on",
+            expected=f"all batches from {journal.first()} on",
             advice=f"Restore {journal.path(step)} from a copy.",
         )
         return None
@@ -237,17 +261,25 @@ def compare_batch(
 
 
 def compare_lines(
-    lines: MetricsLines, *, trained: int, newest: int, num_batches: int, set_aside: set[int], report: Report
+    lines: MetricsLines,
+    *,
+    first: int,
+    trained: int,
+    newest: int,
+    num_batches: int,
+    set_aside: set[int],
+    report: Report,
 ) -> None:
     """Check that each trained step has one trainer line, and that no line is about a missing batch or version.
 
     Args:
-        trained: all steps below this one must have a line.
+        first: step of the run.
+        trained: all steps from there to below this one must have a line.
         newest: version. The trainer writes the line of a step when the version that it made is confirmed.
         set_aside: abandoned steps, whose lines stay in the file.
     """
     # the trainer writes a step's line before the next version, so older steps have theirs
-    for step in sorted(set(range(trained)) - lines.trained):
+    for step in sorted(set(range(first, trained)) - lines.trained):
         _add_missing_line(report, "trainer", f"step {step}", step)
     # a line of the trainer comes after the confirmation of the version that the step made
     early = sorted(step for step in lines.trained - set_aside if newest <= step < num_batches)

@@ -22,7 +22,7 @@ from trireme.algo.data.difficulty import Outcome, Scores
 from trireme.algo.data.order import DataOrder
 from trireme.algo.filters import FLAWS
 from trireme.algo.rules import Rules
-from trireme.journal.records import BatchRecord, Dropped, OpenGroup, Rollout
+from trireme.journal.records import BatchRecord, Dropped, OpenGroup, Rollout, State
 from trireme.journal.targets import by_group, outcome_of
 from trireme.tools.audit.report import Report
 
@@ -40,12 +40,20 @@ CAME_TO_THEIR_END = ("no signal", "little signal", *FLAWS)
 class Fates:
     """Follow all groups from their start to their end. Takes eight bytes per group."""
 
-    def __init__(self, report: Report) -> None:
-        self._order = OrderAudit(report)
+    def __init__(self, report: Report, begun: State) -> None:
+        """
+        Args:
+            begun: what the run began with; groups of another run may be open.
+        """
+        self._order = OrderAudit(report, begun)
         self._report = report
-        self._batch_of = array("q")  # the batch that decided each group, or OPEN or UNKNOWN
+        # the batch that decided each group, or OPEN or UNKNOWN
+        self._batch_of = array("q", [UNKNOWN]) * begun.next_group
         self._open: dict[int, OpenGroup | None] = {}  # the example by the data order; None if unknown
-        self._counters = {"trained": 0, "dropped": 0}  # rollouts, by the journal
+        for group in begun.open_groups:
+            self._open[group.id], self._batch_of[group.id] = group, OPEN
+        # rollouts, by the journal
+        self._counters = {name: begun.counters.get(name, 0) for name in ("trained", "dropped")}
 
     @property
     def num_begun(self) -> int:
@@ -218,8 +226,9 @@ def _find_trouble(group: int, fates: list[Fate], rules: Rules) -> tuple[str, str
 class OrderAudit:
     """Walk the groups in the order of their numbers. Needs the sizes of the data sets from the journal."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, begun: State) -> None:
         self._report = report
+        self._begun = begun
         self._sizes: dict[str, int] | None = None  # None before the first entry; empty if they are unusable
         self._order = DataOrder({})
         self._is_lost = False  # a batch is missing, and what was learnt with it decides what came next
@@ -240,6 +249,8 @@ class OrderAudit:
                     advice="Which examples should have come cannot be worked out; that part is left out.",
                 )
             self._order = DataOrder(self._sizes)
+            begun = self._begun
+            self._order.resume_from(begun.cursors, begun.scores, Place(begun.stage, begun.stage_reward))
 
         elif self._sizes:
             self._report.compare(

@@ -73,6 +73,7 @@ class Summary:
     versions_confirmed: int = 0
     checkpoints: list[int] = field(default_factory=list)
     set_aside: list[str] = field(default_factory=list)
+    began_from: str = ""  # another run
 
     def lines(self) -> list[str]:
         often = sorted(self.dropped_for.items(), key=lambda item: (-item[1], item[0]))
@@ -92,6 +93,8 @@ class Summary:
         if total := sum(self.turns.values()):
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.turns.items() if number)
             lines.insert(3, f"{counted(total, 'turn')} of agent programs on disk: {kinds}")
+        if self.began_from:
+            lines.append(f"began from {self.began_from}")
         if self.set_aside:
             lines.append(f"ways not taken, set aside: {some(self.set_aside, 3)}")
         return lines

@@ -45,10 +45,11 @@ UNDER_WAY, DROPPED, TRAINED = "under way", "of dropped rollouts", "trained"
 class TokenAudit:
     """Check the tokens of each batch, collect the versions that were used, and follow the running means of `ema`."""
 
-    def __init__(self, confirmed: set[int], report: Report, run_code: str | None = None) -> None:
+    def __init__(self, begun: State, confirmed: set[int], report: Report, run_code: str | None = None) -> None:
         """Start with the first batch.
 
         Args:
+            begun: what the run began with.
             confirmed: versions that engines confirmed.
             run_code: the one function ("module:name") that the audit may call for advantages, if the journal names it.
         """
@@ -56,7 +57,7 @@ class TokenAudit:
         self._confirmed = confirmed
         self._report = report
         self._run_code = run_code
-        self._baselines: Baselines = {}
+        self._baselines: Baselines = dict(begun.baselines)
 
     def take(self, record: BatchRecord, rules: Rules, *, after_gap: bool) -> None:
         """Check a batch.

@@ -15,11 +15,12 @@ from trireme.tools.record_differences import some
 
 
 def check_versions(
-    versions: Versions, known: list[int], report: Report, *, num_batches: int, may_differ: set[int]
+    versions: Versions, known: list[int], report: Report, *, first: int, num_batches: int, may_differ: set[int]
 ) -> set[int]:
     """Read and check the records of all versions, and that the journal has the batch that each was made from.
 
     Args:
+        first: version of the run, which no batch made.
         may_differ: versions that were trained twice by what may round differently (a GPU, another number of ranks), so
             other digests are only worth a note.
 
@@ -28,13 +29,13 @@ def check_versions(
     """
     newest, confirmed = max(known, default=-1), set[int]()
     # versions are confirmed one by one, so a gap below the newest is a lost record
-    missing = sorted(set(range(newest)) - set(known))
+    missing = sorted(set(range(first, newest)) - set(known))
     for version in missing[:20]:
         report.add(
             "versions",
             version,
             f"version {version} has no record, and version {newest} has",
-            expected="a record of each version that engines ever confirmed, from 0 on",
+            expected=f"a record of each version that engines ever confirmed, from {first} on",
         )
 
     for version in known:
@@ -97,7 +98,9 @@ def _unsound(version: int, entry: Version) -> str | None:
     return None
 
 
-def check_checkpoints(paths: RunPaths, steps: list[int], trained: set[int], report: Report, *, newest: int) -> None:
+def check_checkpoints(
+    paths: RunPaths, steps: list[int], trained: set[int], report: Report, *, first: int, newest: int
+) -> None:
     """Read and check every byte of the checkpoints.
 
     Args:
@@ -127,13 +130,13 @@ def check_checkpoints(paths: RunPaths, steps: list[int], trained: set[int], repo
                 advice="Confirmations were lost, or it is of another run.",
             )
         # the trainer flushes the lines of all steps before it saves a checkpoint
-        missing = sorted(set(range(step)) - trained)
+        missing = sorted(set(range(first, step)) - trained)
         if missing:
             report.add(
                 "metrics",
                 missing[0],
                 f"checkpoint {step} is there, and metrics.jsonl has no line of the trainer for step {some(missing)}",
-                expected=f"a line for each of steps 0 to {step - 1}, written before the checkpoint",
+                expected=f"a line for each of steps {first} to {step - 1}, written before the checkpoint",
                 advice="Or the checkpoint is of another run.",
             )
         if not list(step_folder(paths.weights, step).glob("*.safetensors")):

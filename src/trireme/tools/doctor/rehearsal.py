@@ -154,6 +154,7 @@ def shrink(case: Case) -> RunConfig:
         "output_dir": case.folder / "run",
         "name": None,
         "resume": False,
+        "resume_from": None,
         "max_steps": STEPS,
         "wandb": None,
         "hosts": Hosts(),

@@ -24,12 +24,14 @@ from safetensors.torch import load_file, save_file
 
 from trireme.base.background import in_background
 from trireme.base.disk import require_room, when_there_is_room
+from trireme.base.errors import JournalCorrupt
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.paths import atomic_write, remove_folder, replace_folder, set_aside_after, step_folder
 from trireme.base.waiting import DISK, Waits
 from trireme.config.trainer import Checkpoints
 from trireme.journal.manifest import MANIFEST, FileEntry, Manifest, complete_steps, describe_file, read_manifest
+from trireme.journal.origin import read_origin
 from trireme.trainer.checkpoint.export import DESCRIPTION, Exporter
 from trireme.trainer.checkpoint.hf_files import require_same_scale
 from trireme.trainer.checkpoint.resume import tidy, version_to_resume
@@ -161,15 +163,21 @@ class CheckpointStore:
             PeerDied: on the other ranks.
         """
         version = self._world.first(lambda: self._choose(resume), "the checkpoint to resume from")
-        if version:
-            load_checkpoint(state, step_folder(self._folder, version), rank=self._world.rank)
+        load_version(state, self._folder, version, rank=self._world.rank)
 
     def _choose(self, resume: bool) -> int:
         # What a killed process left is removed before any folder is chosen.
         tidy(self._folder)
         if self._exporter:
             tidy(self._exporter.folder)
-        version = version_to_resume(self._folder, self._config, resume=resume)
+        origin = read_origin(self._folder.parent)
+        first = origin.begins_at if origin else 0
+        version = version_to_resume(self._folder, self._config, resume=resume, first=first)
+        if origin and version == first and (damage := origin.find_damage(self._folder.parent)):
+            raise JournalCorrupt(
+                f"The checkpoint that the run began from cannot be used: {damage}. Restore it from {origin.folder}, or "
+                "begin the run again."
+            )
         going_back = self._config.resume_step not in (None, -1)
 
         # Later checkpoints belong to steps that are taken again. They are kept under another name.
@@ -269,8 +277,26 @@ class CheckpointStore:
         when_there_is_room(write, what=what, folder=self._folder, waits=self._waits, deadline_s=self._disk_timeout_s)
 
 
-def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
+def load_version(state: TrainerState, folder: Path, version: int, *, rank: int) -> None:
+    """Load this rank's part of a version of a run: its own checkpoint in `folder`, that of the run which it began from,
+    or nothing for the base model.
+
+    Raises: as `load_checkpoint`.
+    """
+    root = folder.parent
+    origin = read_origin(root)
+    if origin and version == origin.begins_at:
+        load_checkpoint(state, origin.checkpoint(root), rank=rank, with_optimizer="optimizer" not in origin.without)
+        state.version = version
+    elif version:
+        load_checkpoint(state, step_folder(folder, version), rank=rank)
+
+
+def load_checkpoint(state: TrainerState, folder: Path, *, rank: int, with_optimizer: bool = True) -> None:
     """Load this rank's part of model and optimizer. Any number of ranks may load what any number saved.
+
+    Args:
+        with_optimizer: false leaves the optimizer as it is, fresh.
 
     Raises:
         ConfigError: the checkpoint is of another model.
@@ -279,7 +305,7 @@ def load_checkpoint(state: TrainerState, folder: Path, *, rank: int) -> None:
     manifest = read_manifest(folder)
     require_same_scale(folder / DESCRIPTION, adapters_of(state.model))
     with open_shards(shard_files(folder)) as stored:
-        load_tensors(state, stored)
+        load_tensors(state, stored, with_optimizer=with_optimizer)
 
     # Random states exist only for the ranks that the saving run had.
     random = folder / f"random_{rank}.safetensors"

@@ -20,15 +20,18 @@ from trireme.trainer.parallel.mesh import World
 log = get_logger("checkpoint")
 
 
-def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int:
-    """Return the version to start from: 0 for a fresh run. The chosen checkpoint is read and its digests are checked.
+def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool, first: int = 0) -> int:
+    """Return the version to start from. The chosen checkpoint is read and its digests are checked.
+
+    Args:
+        first: the version of a fresh run, 0 unless it began from another run.
 
     Raises:
         ConfigError: the checkpoint of `resume_step` is missing, incomplete or damaged.
     """
     step = config.resume_step
-    if step == 0 or (step is None and not resume):
-        return 0
+    if step in (0, first) or (step is None and not resume):
+        return first
 
     # The newest checkpoint may be damaged: then the one before it is taken. One that the user names must be whole.
     if step in (None, -1):
@@ -36,7 +39,7 @@ def version_to_resume(folder: Path, config: Checkpoints, *, resume: bool) -> int
             if (damage := find_damage(step_folder(folder, newest))) is None:
                 return newest
             log.error("The checkpoint of step %d cannot be used: %s. Trying the one before it.", newest, damage)
-        return 0
+        return first
 
     if damage := find_damage(step_folder(folder, step)):
         raise ConfigError(

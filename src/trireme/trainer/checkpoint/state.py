@@ -50,8 +50,8 @@ def tensors_of(state: TrainerState) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load_tensors(state: TrainerState, stored: StoredShards) -> None:
-    """Load this rank's part of all tensors of a checkpoint.
+def load_tensors(state: TrainerState, stored: StoredShards, *, with_optimizer: bool = True) -> None:
+    """Load this rank's part of all tensors of a checkpoint, or of those of the model alone.
 
     Raises:
         ConfigError: the checkpoint is of another model, other adapters or another kind of optimizer: a tensor of it has
@@ -62,14 +62,15 @@ def load_tensors(state: TrainerState, stored: StoredShards) -> None:
 
     for name, tensor in model_tensors(state.model).items():
         stored.read_into(name, tensor)
-    _load_optimizer(state.model, state.optimizer, stored)
+    if with_optimizer:
+        _load_optimizer(state.model, state.optimizer, stored)
+        state.skipped_in_a_row = int(stored.read(SKIPPED, ())) if SKIPPED in stored.names() else 0
+
     # A checkpoint without a reference was saved before the first update of it: the reference stays the base model.
     if state.reference and any(name.startswith(f"{REFERENCE}.") for name in stored.names()):
         for name, tensor in _reference_tensors(state.reference).items():
             stored.read_into(name, tensor)
         state.reference.is_base = False
-
-    state.skipped_in_a_row = int(stored.read(SKIPPED, ())) if SKIPPED in stored.names() else 0
 
 
 def _require_same_parts(state: TrainerState, stored: StoredShards) -> None:

@@ -232,12 +232,20 @@ class Epochs:
     """
 
     def __init__(
-        self, portions: list[Portion], batch_size: int, seed: int, earlier: Sequence[tuple[int, int]] = ()
+        self,
+        portions: list[Portion],
+        batch_size: int,
+        seed: int,
+        earlier: Sequence[tuple[int, int]] = (),
+        *,
+        begin: tuple[int, int] = (0, 0),
     ) -> None:
         """
         Args:
             earlier: other sizes of batches, each with the step until which it held, in order.
+            begin: the first step of the run, and the samples that were taken before it.
         """
+        self._begin = begin
         self._portions = portions
         self._sizes = [*earlier, (ENDLESS, batch_size)]
         self._seed = seed
@@ -263,10 +271,10 @@ class Epochs:
 
     def taken(self, step: int) -> int:
         """Return the samples that the steps before this one take."""
-        taken = begin = 0
+        begin, taken = self._begin
         for end, size in self._sizes:
             taken += max(0, min(step, end) - begin) * size
-            begin = end
+            begin = max(begin, end)
         return taken
 
     def _order(self, epoch: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from trireme.base.log import get_logger
 from trireme.base.timing import age_s
 from trireme.base.waiting import Waits
 from trireme.config.sft import SftConfig
+from trireme.journal.origin import read_origin
 from trireme.journal.rank_shares import cost_of_model
 from trireme.journal.settings import Settings
 from trireme.messages import MicroBatch
@@ -100,7 +101,10 @@ class Sft:
         stack.callback(self.metrics.close)
 
         # each of the settings that followed one another, with its first step and the length of the run by it
-        self._eras = [(begin, each, steps_of(each, self.train, begin)) for begin, each in Settings(config).eras()]
+        origin = read_origin(config.paths.root)
+        self._first, self._schedule_shift = (origin.begins_at, origin.schedule_shift) if origin else (0, 0)
+        eras = Settings(config).eras()
+        self._eras = [(begin, each, steps_of(each, self.train, max(begin, self._first))) for begin, each in eras]
         self.last_step = self._eras[-1][2]
 
         self._base: dict[str, float] = {}  # measured before the first step and recorded with it
@@ -136,7 +140,8 @@ class Sft:
             # A step is taken by the settings that held at it, also when it is repeated after a resume.
             _, config, last = next(era for era in reversed(self._eras) if era[0] <= state.version)
             rows = self._pack(samples, config)
-            lr = set_lr(state.optimizer, config.optim, config.scheduler, step=state.version, max_steps=last)
+            place, length = state.version + self._schedule_shift, last + self._schedule_shift
+            lr = set_lr(state.optimizer, config.optim, config.scheduler, step=place, max_steps=length)
             metrics = forward_backward(
                 state.model,
                 rows,
@@ -159,7 +164,7 @@ class Sft:
 
     def measure_base(self) -> None:
         """Measure the validation loss of the model that training starts from. A collective."""
-        if self.held_out and self.state.version == 0:
+        if self.held_out and self.state.version == self._first:
             with self.lane.doing("evaluate"):
                 loss = self._validation_loss(self.held_out)
             self._base = {"validation/base_loss": loss}

@@ -12,12 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
+from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
 from trireme.config.model.folder import config_file, load_described
 from trireme.config.model.weights import rows_of
 from trireme.config.sft import SftConfig, Source
 from trireme.config.trainer import TrainerModel
 from trireme.journal.manifest import complete_steps
+from trireme.journal.origin import read_origin
 from trireme.journal.pictures import PictureFiles, rules_of_model
 from trireme.journal.settings import Settings
 from trireme.trainer.parallel.mesh import World
@@ -80,7 +82,9 @@ def prepare_data(
 
     # Steps before a change of the batch size took other numbers of samples.
     sizes = [(end, each.batch_size) for (_, each), (end, _) in pairwise(Settings(config).eras())]
-    return Epochs(portions, config.batch_size, config.seed, sizes), held_out
+    origin = read_origin(config.paths.root)
+    begin = (origin.begins_at, origin.samples) if origin else (0, 0)
+    return Epochs(portions, config.batch_size, config.seed, sizes, begin=begin), held_out
 
 
 def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -> None:
@@ -118,12 +122,16 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
         require_samples(validation, "validation")
         writers["validation"] = validation
 
-    # A resumed run continues by the place in the samples, so these must be what they were.
-    folder = config.paths.data
+    # A run continues by the place in the samples, its own or the other run's, so these must be what they were.
+    folder, before, origin = config.paths.data, None, read_origin(config.paths.root)
     if (config.resume or config.ckpt.resume_step) and complete_steps(config.paths.checkpoints):
-        for name, writer in writers.items() if (folder / "train_0").exists() else ():
+        before = folder
+    elif origin and "data" not in origin.without:
+        before = RunPaths(Path(origin.folder)).data
+    if before is not None and (before / "train_0").exists():
+        for name, writer in writers.items():
             if name != "validation":
-                _require_same(writer, folder / name, config)
+                _require_same(writer, before / name)
 
     def write() -> None:
         for name, writer in writers.items():
@@ -138,18 +146,18 @@ def _rows_of(model: TrainerModel) -> int | None:
     return rows_of(file.parent, load_described(file), reads=not model.from_scratch) if file else None
 
 
-def _require_same(writer: SampleWriter, folder: Path, config: SftConfig) -> None:
+def _require_same(writer: SampleWriter, folder: Path) -> None:
     """
     Raises:
         ConfigError: the samples are others than those that the run was trained on so far.
     """
     if (sample := writer.first_difference(folder)) is not None:
         raise ConfigError(
-            f"the run in {config.paths.root} was trained on other samples so far: {folder} and what is made of the "
+            f"the run in {folder.parents[1]} was trained on other samples so far: {folder} and what is made of the "
             f"data now ({writer.counts}) differ from sample {sample} on (counted from 0) - expected the same, as the "
             "run continues by its place among them. Restore the data, the tokenizer with its chat template, `seq_len`, "
-            "`overlong`, `loss_on` and `validation_fraction`, or start a new run from the weights: `model.name`, "
-            "without `--resume`."
+            "`overlong`, `loss_on` and `validation_fraction`, or begin a new run with `--resume-from` that run "
+            "`--ckpt.resume-without data`."
         )
 
 
