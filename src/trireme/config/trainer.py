@@ -162,6 +162,13 @@ class Optimizer(Section):
     """A gradient that is not finite: leave the weights as they are for this step, or end the run."""
     max_nonfinite: PositiveInt = 5
     """With `skip`: end the run after this many such steps in a row."""
+    cpu_offload: bool = False
+    """Keep the optimizer's state in CPU memory; a GPU holds that of the parameters at work. What is computed is the
+    same. No effect on a CPU."""
+
+
+STATE_CHUNK = 1 << 28
+"""Bytes of parameters, on one rank, whose state is on the GPU at once with `cpu_offload`, unless one has more."""
 
 
 class Scheduler(Section):
@@ -326,6 +333,11 @@ def optim_problems(
                 f'{", ".join(types)}. Remove it, or set `{table}.type = "{types[-1]}"`.'
             )
 
+    if optim.cpu_offload and model.fsdp_cpu_offload:
+        yield (
+            f"{prefix}optim.cpu_offload = true with {prefix}model.fsdp_cpu_offload = true - expected one of them: the "
+            "second keeps the optimizer's state in CPU memory too. Remove the first, or the second for more speed."
+        )
     if optim.type == "muon" and model.lora is not None:
         yield (
             f'{prefix}optim.type = "muon" with `[{prefix}model.lora]` - expected another optimizer, as Muon '

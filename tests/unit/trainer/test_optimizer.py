@@ -13,8 +13,10 @@ from trireme.base.errors import ConfigError, NotFinite
 from trireme.config.trainer import Optimizer, Scheduler, TrainerModel
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
+from trireme.trainer.optim import state_offload
 from trireme.trainer.optim.muon import orthogonal, rate_of
 from trireme.trainer.optim.optimizer import build_optimizer, lr_factor
+from trireme.trainer.parallel.shards import local_part
 from trireme.trainer.step import optimizer_step
 
 Tensors = dict[str, torch.Tensor]
@@ -58,6 +60,43 @@ def test_what_is_resumed_goes_on_to_the_same_bits(kind, saved_by, tiny_model, wo
     state = resumed(kind, folder, tiny_model, world)
     assert tiny.are_equal(tiny.content_of(state), content)
     assert tiny.are_equal(next_content(state, world), content_after)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon", "sgd"])
+def test_state_in_cpu_memory_gives_the_same_bits(kind, saved_by, tiny_model, world, monkeypatch, tmp_path):
+    monkeypatch.setattr(state_offload, "STATE_CHUNK", 20_000)  # bytes: several chunks, and parameters that are larger
+    folder, content, content_after = saved_by(kind)
+    state = state_with(tiny_model, world, kind)
+    num_groups = len(state.optimizer.param_groups)
+    offloaded = state_offload.with_offload(state.optimizer)
+    assert len(offloaded.param_groups) > num_groups
+
+    tiny.open_store(folder, world).resume(state, resume=True)
+    put_away = addresses(state)
+    assert tiny.are_equal(tiny.content_of(state), content)
+    assert tiny.are_equal(next_content(state, world), content_after)
+    assert addresses(state) == put_away, "between steps, the state is where it was put away"
+
+    # What is saved is what a run without offloading resumes from.
+    tiny.save(tmp_path, state, world)
+    assert tiny.are_equal(tiny.content_of(resumed(kind, tmp_path, tiny_model, world)), content_after)
+
+
+def addresses(state: TrainerState) -> dict[tuple[int, str], int]:
+    held = state.optimizer.state
+    return {
+        (id(parameter), key): local_part(tensor).data_ptr()
+        for parameter, of_parameter in held.items()
+        for key, tensor in of_parameter.items()
+        if isinstance(tensor, torch.Tensor) and tensor.ndim
+    }
+
+
+def test_on_a_cpu_offloading_state_changes_nothing(tiny_model, world, caplog):
+    model = load_model(TrainerModel(), str(tiny_model), world)
+    optimizer = build_optimizer(model, Optimizer(cpu_offload=True))
+    assert not isinstance(optimizer, state_offload.OffloadsState)
+    assert "cpu_offload has no effect here" in caplog.text
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])

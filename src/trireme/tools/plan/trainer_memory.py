@@ -23,7 +23,7 @@ from trireme.algo.model.activations import (
 from trireme.algo.model.architecture import Architecture, Layer
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.trainer import Lora, TrainerConfig, TrainerModel
+from trireme.config.trainer import STATE_CHUNK, Lora, TrainerConfig, TrainerModel
 from trireme.tools.plan.engine_memory import Parts, digest_bytes
 from trireme.tools.plan.sizes import BYTES
 
@@ -48,6 +48,7 @@ class Training:
     rows: int = 2  # rows of a rank per update; from the second on, it holds the gradients of those before
     frozen_bytes: int = 2  # bytes of a parameter that is not trained, in the precision of the computation
     optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
+    offloads_state: bool = False  # the optimizer's, to CPU memory
     trained_whole: int = 0  # parameters of modules that are trained besides adapters
     has_reference: bool = False
     served_bytes: int = 2
@@ -100,6 +101,10 @@ class Training:
 
         # These parts are there at all moments.
         settled = {"weights": self.weight_bytes, "optimizer": self.optimizer_bytes}
+        fetched = 0.0  # state of the parameters at work, and of those before, until it is copied
+        if self.offloads_state:
+            fetched = min(self.optimizer_bytes, 2 * STATE_CHUNK * MOMENT_BYTES["adamw"] / MASTER_BYTES)
+            settled["optimizer"] = 0.0
         if self.has_reference:  # with adapters, the base model is there already, and the copy is of these
             settled["reference"] = self.gradient_bytes
         if self.settings.fsdp_cpu_offload:
@@ -160,7 +165,7 @@ class Training:
                 "gathered": root + _gathered_or_reduced(self, layer),
             },
             "embedding backward": settled | {"gradients": gradients + reduction, "gathered": root, "activations": 0.0},
-            "update": settled | {"gradients": gradients, "update": update},
+            "update": settled | {"gradients": gradients, "update": update + fetched},
             "publish": settled | {"transfers": transfers},
         }
 
@@ -182,6 +187,8 @@ class Training:
         if self.settings.fsdp_cpu_offload:
             parts["parameters"] = self.weight_bytes + self.optimizer_bytes + values
             parts["parameters"] += values if self.has_reference else 0.0
+        if self.offloads_state:
+            parts["optimizer"] = self.optimizer_bytes
         if self.settings.activation_offload:
             parts["activations"] = sum(_kept(self, number) for number in range(len(self.model.layers)))
         return parts
@@ -273,6 +280,7 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
         rows=rows,
         frozen_bytes=value_bytes,
         optimizer=trainer.optim.type,
+        offloads_state=trainer.optim.cpu_offload and not on_cpu,
         trained_whole=_trained_whole(lora, model) if lora else 0,
         has_reference=has_reference,
         served_bytes=4 if on_cpu else served_bytes,

@@ -37,6 +37,7 @@ from trireme.trainer.checkpoint.hf_files import require_same_scale
 from trireme.trainer.checkpoint.resume import tidy, version_to_resume
 from trireme.trainer.checkpoint.state import TrainerState, load_tensors, tensors_of
 from trireme.trainer.model.lora import adapters_of
+from trireme.trainer.optim.state_offload import OffloadsState
 from trireme.trainer.parallel.mesh import World
 from trireme.trainer.parallel.shards import Shard, is_written_by, open_shards, shard_files, shard_of, write_shards
 
@@ -306,6 +307,9 @@ def load_checkpoint(state: TrainerState, folder: Path, *, rank: int, with_optimi
     require_same_scale(folder / DESCRIPTION, adapters_of(state.model))
     with open_shards(shard_files(folder)) as stored:
         load_tensors(state, stored, with_optimizer=with_optimizer)
+
+    if isinstance(state.optimizer, OffloadsState):
+        state.optimizer.put_away()
 
     # Random states exist only for the ranks that the saving run had.
     random = folder / f"random_{rank}.safetensors"

@@ -7,15 +7,30 @@ from typing import Any
 
 import torch
 
+from trireme.base.log import get_logger
 from trireme.config.trainer import Optimizer, Scheduler
 from trireme.trainer.optim.adamw_8bit import AdamW8bit
 from trireme.trainer.optim.muon import Muon
+from trireme.trainer.optim.state_offload import with_offload
+
+log = get_logger("optim")
 
 Named = tuple[str, torch.nn.Parameter]
 
 
 def build_optimizer(model: torch.nn.Module, config: Optimizer) -> torch.optim.Optimizer:
-    """Build the optimizer of the parameters that are trained.
+    """Build the optimizer of the parameters that are trained; with `cpu_offload`, its state lives in CPU memory."""
+    optimizer = _build(model, config)
+    if not config.cpu_offload:
+        return optimizer
+    if not next(model.parameters()).is_cuda:
+        log.warning("optim.cpu_offload has no effect here: parameters and optimizer state are in CPU memory already")
+        return optimizer
+    return with_offload(optimizer)
+
+
+def _build(model: torch.nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+    """Build the optimizer itself.
 
     Weight decay applies to matrices only, not to norms and biases; it is decoupled, but for SGD, of which torch has the
     L2 form alone (added to the gradient, before momentum).

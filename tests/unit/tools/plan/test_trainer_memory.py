@@ -42,6 +42,9 @@ def test_the_state_of_each_optimizer_by_hand_and_what_halves_a_row_saves():
     for optimizer, size in expected.items():
         assert 2 * replace(training, optimizer=optimizer, shards=2).optimizer_bytes == pytest.approx(size)
     assert replace(training, optimizer="muon").moments["update"]["update"] == 4 * 4 * 3584 * 18944  # its largest matrix
+    away = replace(training, offloads_state=True)
+    assert away.moments["update"]["update"] == 2 * (1 << 28) * 2, "the state of two chunks: 8 bytes for 4 of parameters"
+    assert away.host["optimizer"] == training.moments["update"]["optimizer"] == 8 * QWEN.num_parameters
     for change in ({"cp": 2}, {"value_bytes": 2}):
         assert sum(replace(training, row=replace(training.row, **change)).parts.values()) < sum(training.parts.values())
 
