@@ -35,7 +35,7 @@ RUN: dict[When, str] = {
         ports.* hosts.*
         inference_gpu_ids trainer_gpu_ids inference_gpus trainer_gpus weight_broadcast.*
         env_vars.* trainer.env_vars.* orchestrator.env_vars.* inference.env_vars.*
-        trainer.ckpt.* trainer.optim.cpu_offload
+        trainer.ckpt.* trainer.optim.cpu_offload trainer.trace_path trainer.memory_profiler_path
         trainer.batch_timeout_s trainer.save_logprobs trainer.try_step trainer.model.trust_remote_code
         inference.server.* inference.start_timeout_s
         orchestrator.server.* orchestrator.engine_timeout_s orchestrator.trainer_timeout_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -219,6 +220,11 @@ class Training(Section):
     """Tokens of one packed micro-batch per rank; `seq_len` if not set."""
     threads: PositiveInt | None = None
     """CPU threads per rank; what an engine leaves of the cores, shared among ranks, if not set."""
+    trace_path: Path | None = None
+    """Folder for a trace by torch's profiler, `trace_RANK.json.gz`: of the second to the fourth step that a process
+    takes."""
+    memory_profiler_path: Path | None = None
+    """Folder for a snapshot of the GPU's memory after each step, `step_N/rank_R.pickle`. No effect on a CPU."""
 
 
 class TrainerConfig(Training):

@@ -28,6 +28,7 @@ from trireme.trainer.model.forward import shared_frac
 from trireme.trainer.out_of_memory import leave_to_engine
 from trireme.trainer.parallel.mesh import CONTEXT, World, keep_alive, open_world
 from trireme.trainer.perf import flops_per_token, peak_memory, throughput
+from trireme.trainer.profiler import open_profiler
 from trireme.trainer.publish.publisher import Publisher
 from trireme.trainer.step import Stepper, base_state
 from trireme.trainer.tokenizer import open_tokenizer
@@ -134,6 +135,7 @@ class Trainer:
             config, self.state, world, self._timer, self._logprob_log, before_weights_change=self.settle
         )
 
+        self._profiler = stack.enter_context(open_profiler(trainer, world))
         self._settled = self.state.version  # the newest version that was confirmed and, if due, saved
         self._settling_s = 0.0
         self.activity.state = "running"
@@ -255,6 +257,7 @@ class Trainer:
 
     def record(self, metrics: dict[str, float]) -> None:
         """Write the step's metrics on rank 0, and on every rank the logprobs of the weights before the step."""
+        self._profiler.step_done(self.state.version)
         # The step is over, so the copies of logprobs to the CPU hold nothing up.
         if self._logprob_log:
             self._logprob_log.write()

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from trireme.config.trainer import STATE_CHUNK
 from trireme.trainer.parallel.shards import local_part
 
+
 class OffloadsState(torch.optim.Optimizer):
     """What `with_offload` adds to an optimizer, whose own class comes after this one."""
 

@@ -31,6 +31,7 @@ from trireme.trainer.model.vision import give_pictures
 from trireme.trainer.optim.optimizer import build_optimizer, set_lr
 from trireme.trainer.parallel.mesh import keep_alive, open_world
 from trireme.trainer.perf import flops_per_token, peak_memory, throughput
+from trireme.trainer.profiler import open_profiler
 from trireme.trainer.sft.dataset import SampleFiles
 from trireme.trainer.sft.prepare_data import open_tokenizer_of, picture_files, prepare_data, steps_of
 from trireme.trainer.step import forward_backward, optimizer_step
@@ -118,6 +119,7 @@ class Sft:
         if (version := self.state.version) >= self.last_step:
             done = self.train.passed(version)
             log.info("all %d steps are trained (%.2f epochs): nothing is left to do", version, done)
+        self.profiler = stack.enter_context(open_profiler(config, world))
         self.lane.enter(None)
 
     def _pack(self, samples: list[Sample], config: SftConfig) -> list[MicroBatch]:
@@ -207,6 +209,7 @@ class Sft:
                     self.checkpoints.wait()
 
     def record(self, metrics: dict[str, float]) -> None:
+        self.profiler.step_done(self.state.version)
         if not self.world.is_main:
             return
         self.metrics.append(self.state.version - 1, metrics | self._base)
