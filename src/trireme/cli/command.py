@@ -23,12 +23,13 @@ from trireme.base.safe_text import clean
 from trireme.cli.machines import join_network, node_of
 from trireme.config.arguments import HELP
 from trireme.config.files import ProcessName, command_without_secrets, write_process_files, write_run
-from trireme.config.load import load_run_config
+from trireme.config.load import Invocation, load_run_config
 from trireme.config.orchestrator import sampling_notes
 from trireme.config.resolve import resolve, resuming
 from trireme.config.rules import check, check_launch, launch_problems, launch_warnings
 from trireme.config.run import NODE, RunConfig
 from trireme.config.sft import SftConfig
+from trireme.config.translation import with_comments
 from trireme.launch.folder import hold, prepare_folder
 from trireme.launch.plan import describe, plan, set_environment
 from trireme.launch.process_tree import MARKER
@@ -155,10 +156,15 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
         return config if is_rank_of_a_lone_trainer else resuming(config), invocation.run
 
     # Started alone: do what `rl` does for all its processes, for this one.
+    if invocation.print_config:
+        print(with_comments(config, invocation.lines), end="")
+        sys.exit(_flush_output(name, 0))
     devices = detect_devices()
     node = node_of(config, name, invocation)
-    config = resolve(config, devices, section=name, node=node)
-    check(config, devices, section=name)
+    with invocation.their_keys_named():
+        config = resolve(config, devices, section=name, node=node)
+        check(config, devices, section=name)
+    note_translation(invocation)
 
     if invocation.dry_run:
         sys.exit(_flush_output(name, ConfigError.exit_code if show(config, devices, name) else 0))
@@ -207,6 +213,12 @@ def print_warnings(config: RunConfig, name: ProcessName | None = None) -> None:
     """Print what lets a run start, but is seldom meant; the engine and the trainer alone know nothing of it."""
     for warning in launch_warnings(config) if name in (None, "orchestrator") else ():
         print(f"\nwarning: {warning}", flush=True)
+
+
+def note_translation(invocation: Invocation) -> None:
+    """Say which keys of the user's files have no effect here."""
+    if invocation.without_effect:
+        print(f"{invocation.without_effect}\n", flush=True)
 
 
 def note_provenance(config: RunConfig, devices: Devices) -> None:

@@ -9,12 +9,13 @@ from trireme.base.devices import detect_devices
 from trireme.base.log import start_logging
 from trireme.base.network import stay_on_loopback
 from trireme.base.processes import quick_imports
-from trireme.cli.command import move_old_run_aside, run_command
+from trireme.cli.command import move_old_run_aside, note_translation, run_command
 from trireme.config.files import to_table, to_toml
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft
 from trireme.config.sft import SftConfig
+from trireme.config.translation import with_comments
 from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.ranks import become_ranks, end_with_parent, rank
 from trireme.launch.resume import check_resume, is_trained
@@ -33,9 +34,14 @@ def sft(argv: list[str]) -> None:
         return
 
     # Started by the user. The ranks take the branch above.
+    if invocation.print_config:
+        print(with_comments(config, invocation.lines), end="")
+        return
     devices = detect_devices()
-    config = resolve_sft(config, devices)
-    check_sft(config, devices)
+    with invocation.their_keys_named():
+        config = resolve_sft(config, devices)
+        check_sft(config, devices)
+    note_translation(invocation)
     if invocation.dry_run:
         print(to_toml(to_table(config)))
         return

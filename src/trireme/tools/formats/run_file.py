@@ -12,7 +12,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, mark_file, parse_arguments
 from trireme.config.compatibility import Kind, belongs_elsewhere, kind_of
-from trireme.config.files import read_table
+from trireme.config.files import given_values, read_table
 from trireme.config.load import knows, read_as
 from trireme.config.reference import help_text
 from trireme.config.resolve import resolve
@@ -20,7 +20,7 @@ from trireme.config.rules import check
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.tools.formats.flat import FLAT, HOSTED
-from trireme.tools.formats.translation import Format, Translation, given_values, translate
+from trireme.tools.formats.translation import Format, Translation, translate
 from trireme.tools.formats.vf_rl import VF_RL
 
 FORMATS: dict[Kind, Format] = {"vf-rl": VF_RL, "flat": FLAT, "hosted": HOSTED}

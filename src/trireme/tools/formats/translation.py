@@ -18,11 +18,11 @@ from typing import Any
 
 from trireme.base.devices import Devices
 from trireme.config.arguments import TypedFlag
-from trireme.config.files import to_table, to_toml, toml_value
+from trireme.config.files import given_values, to_toml, toml_value
 from trireme.config.load import read_as
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig
-from trireme.config.section import NONE, Section, fields_of, find
+from trireme.config.section import Section, fields_of, find
 
 Settings = dict[str, Any]  # our dotted key -> value; None leaves our default
 Rule = Callable[[Any, Any, Devices], Settings]
@@ -244,14 +244,3 @@ def _nested(settings: Settings) -> dict[str, Any]:
             here = here.setdefault(name, {})
         here[last] = value
     return table
-
-
-def given_values(value: Any) -> Any:
-    """Return the values that the user gave, as TOML has them. Defaults are left out, as some are derived if nothing
-    was given."""
-    if isinstance(value, Section):
-        names = [name for name in type(value).model_fields if name in value.model_fields_set]
-        return {name: given_values(getattr(value, name)) for name in names}
-    if isinstance(value, tuple):
-        return [given_values(item) for item in value]
-    return NONE if value is None else to_table(value)

@@ -1,0 +1,336 @@
+"""Rows of prime-rl: its keys since v0.2, and what becomes of each. They hold for files and flags alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trireme.config.rows import rules, sources
+from trireme.config.rows.rules import HARDWARE, on_gpus, switch, to, unless
+from trireme.config.translation import Row
+
+AUTUMN = "2026-09"
+ALWAYS = "always so here"
+NO_MATTER = "nothing that is trained depends on it"
+SUBMIT = "`trireme submit FILE --on slurm` submits a run; this command starts it on this machine"
+TEMPLATE = "the model's own chat template renders conversations"
+ENGINES = (
+    "`rl` starts its engines itself. Engines on other machines are named by `hosts.inference`, and "
+    "`inference.server.port` is where they listen."
+)
+ROUNDS = "Retries are counted as attempts here: `orchestrator.max_rollout_attempts`, which is one more."
+UNDER_WAY = "`orchestrator.max_concurrent` bounds the requests under way"
+
+TRAINER = (
+    Row("trainer.model.seq_len", rules.set_row_length),
+    Row("trainer.model.attn", rules.set_attention),
+    Row("trainer.model.compile", rules.set_compile),
+    Row("trainer.model.ac", rules.set_recomputation),
+    Row("trainer.model.ac_offloading", switch("trainer.model.activation_offload", True)),
+    Row("trainer.model.optim_cpu_offload", "trainer.optim.cpu_offload"),
+    Row("trainer.model.full_offload", switch("trainer.model.fsdp_cpu_offload", True), "parameters and optimizer state"),
+    Row("trainer.model.ep", rules.set_experts),
+    Row("trainer.model.fused_lm_head_token_chunk_size", rules.set_head_chunk),
+    Row("trainer.model.impl", None, "every model is computed by its class in transformers"),
+    Row("trainer.model.cp_style", None, "ranks that share a row gather each other's keys and values"),
+    Row("trainer.model.load_using_meta", None, ALWAYS),
+    Row("trainer.model.conversion_dir", None, "weights are not converted"),
+    Row("trainer.model.ep_comm_backend", None, "experts are sharded by FSDP, so nothing is dispatched between ranks"),
+    Row("trainer.model.deepep_num_sms", None, HARDWARE),
+    Row("trainer.model.deepep_token_chunk_size", None, HARDWARE),
+    Row("trainer.model.moe_fused_kernel", None, HARDWARE),
+    Row("trainer.model.moe.compute", None, HARDWARE, since=AUTUMN),
+    Row("trainer.model.moe.dispatch", None, HARDWARE, since=AUTUMN),
+    Row(
+        "trainer.model.moe_use_grouped_mm",
+        to("trainer.model.moe.implementation", {True: "grouped_mm", False: "eager"}),
+    ),
+    Row("trainer.model.moe_router_dtype", to("trainer.model.moe.router_dtype", {"bfloat16": "model"})),
+    Row("trainer.model.freeze_moe_router", to("trainer.model.moe.router", {True: "frozen", False: "trained"})),
+    Row("trainer.model.tp", unless(1, ALWAYS, "parameters are sharded by FSDP2 over all ranks. `cp` splits long rows.")),
+    Row(
+        "trainer.model.quantization",
+        unless(None, ALWAYS, 'the trainer computes in bfloat16 or float32. Engines alone hold fewer bits: `inference.args = { quantization = "fp8_per_block" }`. Remove it.'),
+    ),
+    Row("trainer.model.index_cache", unless(None, ALWAYS, "indices of sparse attention are computed in each layer. Remove it.")),
+    Row("trainer.model.debug.random_init", "trainer.model.from_scratch"),
+    Row("trainer.model.debug.num_layers", unless(None, ALWAYS, "a model is trained with all its layers, as its `config.json` says. Remove it.")),
+    Row("trainer.model.debug.force_balanced_routing", unless(False, ALWAYS, "routers choose the experts. Remove it.")),
+    Row("trainer.model.experimental.lora", "trainer.model.lora"),
+    Row("trainer.model.lora.r", "trainer.model.lora.rank"),
+    Row("trainer.model.lora.name", None, "engines get the adapters under a name of ours"),
+    Row("trainer.tokenizer.trust_remote_code", "trainer.model.trust_remote_code"),
+    Row("trainer.optim.betas1", rules.set_betas),
+    Row("trainer.optim.betas2", rules.set_betas),
+    Row("trainer.optim.beta1", rules.set_betas),
+    Row("trainer.optim.beta2", rules.set_betas),
+    Row("trainer.optim.momentum", rules.set_momentum),
+    Row("trainer.optim.mu", unless(0.95, "0.95 here too", "the momentum of `muon` is 0.95. Remove it.")),
+    Row("trainer.optim.nesterov", unless(False, "the plain momentum", "the momentum of `sgd` is the plain one. Write `nesterov = false`.")),
+    Row("trainer.optim.epsilon", "trainer.optim.eps"),
+    Row("trainer.optim.max_norm", rules.set_max_norm),
+    Row("trainer.scheduler.type", rules.set_schedule),
+    Row("trainer.loss.import_path", "trainer.loss.path"),
+    Row("trainer.loss.kwargs", "trainer.loss.args"),
+    Row("trainer.loss.teacher_tau", "orchestrator.teacher.weight"),
+    Row("trainer.loss.mask_ratio_low", "trainer.loss.ratio_low"),
+    Row("trainer.loss.mask_ratio_high", "trainer.loss.ratio_high"),
+    Row("trainer.data", None, "batches come from the orchestrator. Remove it.", refused=True),
+    Row("trainer.enable_router_replay", "trainer.model.moe.router_replay"),
+    Row("trainer.dist_timeout_seconds", "trainer.batch_timeout_s"),
+    Row("trainer.matmul_precision", None, "products of float32 are computed whole"),
+    Row("trainer.gc", None, NO_MATTER),
+    Row("trainer.heartbeat", None, "`trireme status RUN` says how a run does"),
+    Row("trainer.metrics_server", None, "the orchestrator has `/metrics`"),
+    Row("trainer.enable_token_export", None, "the journal holds the tokens of every batch"),
+    Row("trainer.ckpt.keep", "trainer.ckpt.keep_last"),
+    Row("trainer.ckpt.weights", None, "the weights of each checkpoint are written as Hugging Face files"),
+    Row("trainer.ckpt.weights_only", unless(False, ALWAYS, "a checkpoint always holds what a resumed run needs. Remove it.")),
+    Row("trainer.ckpt.skip_gather_master_weights", None, NO_MATTER),
+    Row("trainer.ckpt.wait_for_weights_timeout", None, "weights are handed over, not waited for on a disk"),
+    Row("trainer.ckpt.output_dir", None, "checkpoints are in the run's own folder, `output_dir`. Remove it.", refused=True),
+    *(Row(f"trainer.ckpt.skip_{name}", rules.skip) for name in rules.SKIPPED),
+    Row("trainer.ckpt.skip_buffer", unless(False, ALWAYS, "a resumed run continues with its buffer. Remove it.")),
+)  # fmt: skip
+"""Keys of the trainer, which `sft` has at its top."""
+
+
+def of_sources(ours: str, *, trains: bool) -> Iterator[Row]:
+    """Yield rows of a source of tasks, written as our table of environments.
+
+    Args:
+        ours: `orchestrator.env`, or where evaluation has its own.
+    """
+    env = f"{ours}[]"
+    yield Row(f"{env}.extra_env_kwargs", f"{env}.args")
+    yield Row(f"{env}.select", f"{env}.args.select", since=AUTUMN)
+    yield Row(f"{env}.shuffle", f"{env}.args.select.shuffle")
+    yield Row(f"{env}.max_retries", None, ROUNDS, refused=True)
+    yield Row(f"{env}.retries", None, ROUNDS, refused=True, since=AUTUMN)
+    yield Row(f"{env}.serve", None, "each environment runs in worker processes of the run (`num_workers`)")
+    yield Row(
+        f"{env}.serve.address",
+        None,
+        "the orchestrator starts an environment's workers itself. Remove it.",
+        refused=True,
+    )
+    yield Row(
+        f"{env}.address", None, "the orchestrator starts an environment's workers itself. Remove it.", refused=True
+    )
+
+    # What runs: a task set, and programs that play it. `args` has both, as verifiers reads them.
+    yield Row(f"{env}.env", f"{env}.args")
+    yield Row(f"{env}.env.taskset", f"{env}.args")
+    yield Row(f"{env}.env.taskset.id", f"{env}.id")
+    yield Row(f"{env}.env.agent.max_turns", f"{env}.max_turns")
+    yield Row(f"{env}.env.*.harness.id", sources.set_harness(env))
+    yield Row(f"{env}.env.*.runtime.type", sources.set_runtime(env))
+    yield Row(f"{env}.env.*.timeout.rollout", f"{env}.rollout_timeout_s")
+
+    if trains:
+        yield Row(f"{env}.ratio", f"{env}.weight")
+        yield Row(f"{env}.group_size", f"{env}.rollouts_per_example")
+        yield Row(f"{env}.algo", sources.set_algorithm(env, "teacher"))
+        yield Row(f"{env}.curriculum", sources.set_curriculum(env))
+        yield Row(
+            f"{env}.num_examples",
+            None,
+            "how many examples there are is an argument of the environment: its `args`. Move it there.",
+            refused=True,
+        )
+        yield from of_sampling(f"{env}.sampling")
+    else:
+        yield Row(f"{env}.ratio", None, "each environment of an evaluation is evaluated whole")
+        yield Row(
+            f"{env}.group_size", sources.set_eval_rollouts(f"{env}.rollouts_per_example", f"{env}.sampling.temperature")
+        )
+        yield Row(f"{env}.num_examples", sources.set_count(f"{env}.num_examples"))
+        yield Row(f"{env}.select.limit", f"{env}.num_examples", since=AUTUMN)
+        yield Row(f"{env}.skip_first_step", to(f"{env}.eval_base", {True: False, False: True}))
+        yield from of_sampling(f"{env}.sampling")
+
+
+def of_sampling(ours: str) -> Iterator[Row]:
+    """Yield rows of a table of sampling parameters."""
+    yield Row(f"{ours}.max_completion_tokens", f"{ours}.max_tokens")
+    yield Row(f"{ours}.reasoning_effort", f"{ours}.extra_body.reasoning_effort")
+    yield Row(f"{ours}.extra_body.return_token_ids", None, ALWAYS)
+    for name in ("top_k", "top_p", "min_p", "min_tokens", "repetition_penalty", "seed"):
+        yield Row(f"{ours}.extra_body.{name}", f"{ours}.{name}")
+
+
+def of_evaluation(ours: str) -> Iterator[Row]:
+    """Yield rows of `[orchestrator.eval]`, or of `[eval]` of `sft`."""
+    yield Row(f"{ours}.source", f"{ours}.env")
+    yield Row(
+        f"{ours}.group_size", sources.set_eval_rollouts(f"{ours}.rollouts_per_example", f"{ours}.sampling.temperature")
+    )
+    yield Row(f"{ours}.num_examples", sources.set_count(f"{ours}.num_examples"))
+    yield Row(f"{ours}.max_completion_tokens", f"{ours}.sampling.max_tokens")
+    yield Row(f"{ours}.eval_base_model", f"{ours}.eval_base")
+    yield Row(f"{ours}.skip_first_step", to(f"{ours}.eval_base", {True: False, False: True}))
+    yield Row(f"{ours}.retrigger_on_resume", None, "evaluations that a stop cut short are continued")
+    yield Row(f"{ours}.max_retries", None, ROUNDS, refused=True)
+    yield Row(f"{ours}.save", None, "the answers of each evaluation are in the run's folder `evals`")
+    yield Row(f"{ours}.num_workers", None, "`num_workers` is a key of each environment")
+    yield Row(f"{ours}.concurrency.max_inflight", f"{ours}.max_concurrent")
+    yield Row(f"{ours}.concurrency", None, f"`{ours}.max_concurrent` bounds the rollouts under way")
+    yield Row(f"{ours}.infra_errors", None, "an evaluation counts rollouts that failed", since=AUTUMN)
+    yield from of_sampling(f"{ours}.sampling")
+    yield from of_sources(f"{ours}.env", trains=False)
+
+
+def of_renderer(theirs: str) -> Iterator[Row]:
+    """Yield rows of the table that says how conversations become tokens."""
+    variables = "orchestrator.sampling.chat_template_kwargs"
+    yield Row(theirs, None, f"{TEMPLATE}. Its variables go into `[{variables}]`.", refused=True)
+    yield Row(f"{theirs}.name", None, TEMPLATE)
+    yield Row(f"{theirs}.thinking_retention", rules.retain_thinking)
+    for name in ("clear_thinking", "truncate_history_thinking", "enable_thinking", "preserve_thinking"):
+        yield Row(f"{theirs}.{name}", f"{variables}.{name}")
+    yield Row(f"{theirs}.reasoning_parser", to("inference.model.reasoning_parser", {"think": "deepseek_r1"}))
+    yield Row(f"{theirs}.tool_parser", "inference.model.tool_call_parser")
+
+
+ORCHESTRATOR = (
+    Row("orchestrator.environment", "orchestrator.env"),
+    Row("orchestrator.group_size", "orchestrator.rollouts_per_example"),
+    Row("orchestrator.train.group_size", "orchestrator.rollouts_per_example", since=AUTUMN),
+    Row("orchestrator.train.source", "orchestrator.env"),
+    Row("orchestrator.train.env", "orchestrator.env"),
+    Row("orchestrator.train.sampling", "orchestrator.sampling"),
+    Row("orchestrator.train.algo", "orchestrator.algo", since=AUTUMN),
+    Row("orchestrator.train.num_workers", None, "`num_workers` is a key of each environment"),
+    Row("orchestrator.train.max_retries", None, ROUNDS, refused=True),
+    Row("orchestrator.train.filter_zero_advantages", to("orchestrator.filters.zero_advantage", {True: "mask", False: "count"})),
+    Row("orchestrator.algo", sources.set_algorithm("orchestrator", "orchestrator.teacher")),
+    Row("orchestrator.seq_len", "seq_len"),
+    Row("orchestrator.max_steps", "max_steps"),
+    Row("orchestrator.seed", "seed"),
+    Row("orchestrator.num_train_workers", None, "the orchestrator learns the trainer's ranks from `trainer_gpus`"),
+    Row("orchestrator.pad_to_multiple_of", None, ALWAYS),
+    Row("orchestrator.concurrency.max_inflight", "orchestrator.max_concurrent"),
+    Row("orchestrator.concurrency", None, UNDER_WAY),
+    Row("orchestrator.max_inflight_rollouts", "orchestrator.max_concurrent"),
+    Row("orchestrator.tasks_per_minute", None, UNDER_WAY),
+    Row("orchestrator.dispatch_per_minute", None, UNDER_WAY, since=AUTUMN),
+    Row("orchestrator.constant_trainer_batch_size", None, "a batch always has `batch_size` rollouts", since=AUTUMN),
+    Row("orchestrator.model.name", rules.set_name_of_policy),
+    Row("orchestrator.model.lora.name", None, "engines get the adapters under a name of ours"),
+    Row("orchestrator.model.lora", "trainer.model.lora"),
+    Row("orchestrator.model.trust_remote_code", "trainer.model.trust_remote_code"),
+    Row("orchestrator.model.client", None, ENGINES, refused=True),
+    Row("orchestrator.client", None, ENGINES, refused=True),
+    Row("orchestrator.tokenizer", "trainer.tokenizer"),
+    Row("orchestrator.optim", "trainer.optim"),
+    Row("orchestrator.ckpt", "trainer.ckpt"),
+    Row("orchestrator.teacher_model.client.base_url", "orchestrator.teacher.base_url"),
+    Row("orchestrator.teacher_model.model.name", "orchestrator.teacher.model"),
+    Row("orchestrator.env_mix.probabilities", None, "Write each environment's share as `orchestrator.env.weight`.", refused=True),
+    Row("orchestrator.buffer.type", rules.set_buffer),
+    Row("orchestrator.buffer.seed", "seed"),
+    Row("orchestrator.buffer.easy_threshold", "orchestrator.buffer.pools.easy_threshold"),
+    Row("orchestrator.buffer.hard_threshold", "orchestrator.buffer.pools.hard_threshold"),
+    Row("orchestrator.buffer.easy_fraction", None, "`orchestrator.buffer.pools.easy_weight` is how often easy examples come.", refused=True),
+    Row("orchestrator.buffer.hard_fraction", None, "`orchestrator.buffer.pools.hard_weight` is how often hard examples come.", refused=True),
+    Row("orchestrator.advantage.import_path", "orchestrator.advantage.path"),
+    Row("orchestrator.advantage.kwargs", "orchestrator.advantage.args"),
+    Row("orchestrator.advantage.length_shaping", unless(False, ALWAYS, "`[orchestrator.length_penalty]` prefers short answers.")),
+    Row("orchestrator.strict_async_level", None, "`max_async_level` is a bound, which a run may stay below"),
+    Row("orchestrator.lora_name", None, "engines get the adapters under a name of ours"),
+    Row("orchestrator.use_token_client", None, ALWAYS),
+    Row("orchestrator.heartbeat", None, "`trireme status RUN` says how a run does"),
+    Row("orchestrator.collect_inference_metrics", None, NO_MATTER),
+    Row("orchestrator.inference_metrics_roles", None, NO_MATTER),
+    Row("orchestrator.env_server_base_port", None, "workers of environments need no ports"),
+    Row("orchestrator.val", "orchestrator.eval"),
+    *of_sampling("orchestrator.sampling"),
+    *of_sources("orchestrator.env", trains=True),
+    *of_evaluation("orchestrator.eval"),
+    *of_renderer("orchestrator.renderer"),
+)  # fmt: skip
+
+INFERENCE = (
+    Row("inference.vllm", "inference.args"),
+    Row("inference.vllm_extra", "inference.args"),
+    Row("inference.vllm.model", "inference.model.name"),
+    *(
+        Row(f"inference.vllm.{name}", f"inference.model.{name}")
+        for name in ("dtype", "max_model_len", "enforce_eager", "trust_remote_code", "enable_auto_tool_choice")
+    ),
+    Row("inference.vllm.tool_call_parser", rules.set_parser("tool_call_parser")),
+    Row("inference.vllm.reasoning_parser", rules.set_parser("reasoning_parser")),
+    Row("inference.vllm.tensor_parallel_size", "inference.parallel.tp"),
+    Row("inference.vllm.data_parallel_size", "inference.parallel.dp"),
+    Row("inference.vllm.gpu_memory_utilization", "inference.gpu_memory_utilization"),
+    Row("inference.vllm.max_num_seqs", "inference.max_num_seqs"),
+    *(
+        Row(f"inference.{table}{name}", None, "engines hold adapters as `[trainer.model.lora]` says")
+        for table in ("", "vllm.")
+        for name in ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules")
+    ),
+    *(
+        Row(f"inference.vllm.{name}", None, HARDWARE)
+        for name in ("data_parallel_size_local", "data_parallel_rpc_port", "api_server_count")
+    ),
+    Row("inference.vllm.enable_return_routed_experts", None, "follows from `trainer.model.moe.router_replay`"),
+    Row("inference.vllm.rope_scaling", unless(None, ALWAYS, "the trainer takes the positions of the model's `config.json`. Write it there.")),
+    Row("inference.use_deep_gemm", rules.use_deep_gemm),
+    Row("inference.enable_fp32_lm_head", None, "the engine computes its head as vLLM does"),
+    Row("inference.enable_fp32_router_logits", None, "the engine computes routers as vLLM does"),
+    Row("inference.server.liveness_timeout_seconds", None, "`supervisor.unhealthy_after_s` is for this"),
+    Row("inference.backend_port", None, "the orchestrator asks the engines without a router"),
+    Row("inference.router", None, "the orchestrator routes requests itself"),
+    Row("inference.kv_cache_offload", None, HARDWARE),
+    Row("inference.use_pd_kv_transfer", None, HARDWARE),
+    Row("inference.deployment", None, "each engine prefills and decodes"),
+    Row("inference.slurm", None, SUBMIT),
+    Row("inference.output_dir", "output_dir"),
+)  # fmt: skip
+
+RUN = (
+    Row("restart", "supervisor.restart"),
+    Row("seq_len", rules.set_seq_len),
+    Row("ckpt", "trainer.ckpt"),
+    Row("resume", rules.resume),
+    *(Row(f"{name}.resume", "resume") for name in ("trainer", "orchestrator")),
+    Row("trainer.max_steps", "max_steps"),
+    Row("model.impl", "trainer.model.impl"),
+    Row("max_concurrent", "orchestrator.max_concurrent"),
+    Row("tokenizer", "trainer.tokenizer"),
+    Row("run.name", rules.name_run),
+    Row("run.dir", "name"),
+    Row("clean", None, "files of an earlier run are moved aside"),
+    Row("clean_output_dir", None, "files of an earlier run are moved aside"),
+    Row("dry_run", unless(False, ALWAYS, "type `--dry-run`: a file cannot ask for it.")),
+    *(Row(f"{name}.output_dir", "output_dir") for name in ("trainer", "orchestrator")),
+    *(Row(f"{name}.{key}", key) for name in ("trainer", "orchestrator", "inference") for key in ("log", "weight_broadcast")),
+    *(Row(f"{name}.{key}", key) for name in ("trainer", "orchestrator") for key in ("wandb", "monitors")),
+    *(Row(f"{table}rollout_transport", None, "batches go over one connection, from the journal") for table in ("", "trainer.", "orchestrator.")),
+    # logs and monitors
+    Row("log.level", rules.set_level),
+    Row("log", None, NO_MATTER),
+    Row("monitors.wandb", "wandb"),
+    Row("monitors.file", None, "metrics are always in `metrics.jsonl` of the run's folder"),
+    Row("monitors.prime", None, "metrics go to the run's folder and to W&B"),
+    Row("prime_monitor", None, "metrics go to the run's folder and to W&B"),
+    Row("wandb.offline", rules.set_mode),
+    Row("wandb.log_extras", None, NO_MATTER),
+    Row("wandb.shared", None, NO_MATTER),
+    # machines
+    Row("deployment.type", rules.set_deployment),
+    Row("deployment.num_train_gpus", on_gpus("trainer_gpus")),
+    Row("deployment.num_infer_gpus", on_gpus("inference_gpus")),
+    Row("deployment", None, "`trireme submit --nodes` asks for machines, `[hosts]` names them"),
+    Row("slurm", None, SUBMIT),
+    Row("weight_broadcast.type", rules.set_transport),
+    Row("weight_broadcast.timeout", "weight_broadcast.timeout_s"),
+    Row("weight_broadcast.port", "ports.weights"),
+    Row("weight_broadcast.host", None, "`hosts.trainer` has the addresses of the trainer's machines"),
+    Row("weight_broadcast.session_id", None, HARDWARE),
+    Row("weight_broadcast.inference_world_size", None, "engines are counted when they join"),
+    Row("weight_broadcast.quantize_in_weight_transfer", None, "weights travel in the precision that engines serve"),
+    Row("weight_broadcast.adapter_only", to("trainer.model.lora.sync", {True: "adapter", False: "merged"})),
+    Row("bench", unless(False, ALWAYS, "`scripts/bench` and `trireme plan` measure. Remove it.")),
+)  # fmt: skip
+
+PRIME_RL = (*RUN, *TRAINER, *ORCHESTRATOR, *INFERENCE)

@@ -1,0 +1,171 @@
+"""Rules of `[[orchestrator.train.source]]`, `[[orchestrator.eval.source]]` and of their algorithms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trireme.config.rows.rules import is_off
+from trireme.config.translation import Refused, Rule, Settings, value_at
+
+ENV = "orchestrator.env[]"
+
+PLAYS = "an environment without a program plays itself"
+
+
+def set_harness(env: str) -> Rule:
+    def rule(harness: str, table: dict[str, Any]) -> Settings | str:
+        return PLAYS if is_off(harness) else {f"{env}.args.*.harness.id": harness}
+
+    return rule
+
+
+def set_runtime(env: str) -> Rule:
+    def rule(kind: str, table: dict[str, Any]) -> Settings | str:
+        if kind == "subprocess":
+            return "programs run as subprocesses unless another runtime is named"
+        return {f"{env}.args.*.runtime.type": kind}
+
+    return rule
+
+
+# algorithms
+
+
+def set_algorithm(above: str, teacher: str) -> Rule:
+    """Return a rule for a table of an algorithm.
+
+    Args:
+        above: our table that the keys go to: `orchestrator`, or a source's.
+    """
+
+    def rule(algo: Any, table: dict[str, Any]) -> Settings:
+        if isinstance(algo, str):
+            algo = {"type": algo}
+        kind, source = algo.get("type", "grpo"), value_at(algo, ("sampling", "source"), "policy")
+        settings: Settings = {}
+
+        if kind in ADVANTAGES:
+            settings[f"{above}.advantage.type"] = ADVANTAGES[kind]
+            for key in ("decay", "episode_agents"):
+                if key in algo:
+                    settings[f"{above}.advantage.{key}"] = algo[key]
+        elif kind == "opd":
+            settings |= _distil(f"{above}.teacher", algo.get("teacher"))
+        else:
+            raise Refused(NOT_HERE.get(kind, f"expected one of {', '.join(ADVANTAGES)}, opd. Take one of these."))
+
+        if source != "policy":
+            raise Refused(
+                'expected `sampling.source = "policy"` with it: only the policy\'s own tokens are trained on.'
+            )
+        if (penalty := algo.get("length_penalty")) and not is_off(penalty):
+            settings |= _length_penalty(f"{above}.length_penalty", penalty)
+        return settings
+
+    return rule
+
+
+ADVANTAGES = {"grpo": "group_mean", "max_rl": "max_rl", "rae": "rae", "hierarchical_grpo": "hierarchical_grpo"}
+"""Algorithms that differ in the advantage alone, and ours."""
+
+NOT_HERE = {
+    "opsd": (
+        "not here: the policy with a demonstration in its prompt teaches itself there. The nearest is a served teacher: "
+        '`type = "opd"` with `teacher.base_url`, here `[orchestrator.teacher]` with `reward_weight = 0`.'
+    ),
+    "sft": (
+        "not here: no other model's rollouts are trained on during `rl`. The nearest is `[orchestrator.teacher]` with "
+        "`reward_weight = 0`, which judges the policy's own tokens. Or write the teacher's rollouts with `trireme eval "
+        "run ENV -m MODEL -s`, and train on them with `sft`."
+    ),
+    "echo": (
+        'not here: tokens that the environment wrote are never trained on. The nearest is `type = "grpo"`, which '
+        "trains on what the policy sampled alone."
+    ),
+}
+
+
+def _distil(table: str, teacher: Any) -> Settings:
+    if not isinstance(teacher, dict) or not teacher.get("base_url"):
+        raise Refused("expected a table `teacher` with `base_url` and `name`. Add it.")
+    # Rewards have no part in it, as there.
+    address = str(teacher["base_url"]).removesuffix("/").removesuffix("/v1")
+    settings = {f"{table}.base_url": address, f"{table}.reward_weight": 0.0}
+    return settings | ({f"{table}.model": teacher["name"]} if teacher.get("name") else {})
+
+
+def _length_penalty(table: str, penalty: dict[str, Any]) -> Settings:
+    defaults = {"num_output_tokens_weight": 0.25, "num_input_tokens_weight": 0.1, "num_turns_weight": 0.1}
+    weights = {key: float(penalty.get(key, default)) for key, default in defaults.items()}
+    if not any(weights.values()):
+        return {}
+    raise Refused(
+        f"its length penalty ({', '.join(f'{key} = {value:g}' for key, value in weights.items())}) is not here: it "
+        "weighs tokens and turns by the group's mean reward. The nearest is `[orchestrator.length_penalty]` with "
+        '`type = "relative"`.'
+    )
+
+
+# curricula
+
+
+def set_curriculum(above: str) -> Rule:
+    """Return a rule for `curriculum`: which tasks come, and which groups are admitted."""
+
+    def rule(curriculum: dict[str, Any], table: dict[str, Any]) -> Settings | str:
+        settings: Settings = {}
+        for gate in curriculum.get("gates", {}).values():
+            if gate.get("type", "advantage_range") != "advantage_range" or any(
+                gate.get(end, 0.0) != 0 for end in ("reject_min", "reject_max")
+            ):
+                raise Refused(
+                    "expected a gate that rejects groups without any advantage (`reject_min` and `reject_max` 0). The "
+                    "nearest is `buffer.use_difficulty_filtering` with a `difficulty_threshold`, a least variance."
+                )
+            settings[f"{above}.buffer.online_difficulty_filtering"] = True
+
+        sampler = curriculum.get("sampler", {})
+        if sampler.get("type", "standard") == "difficulty_pool":
+            settings |= _pools(f"{above}.buffer.pools", sampler.get("pools"))
+        return settings or "every example comes equally often here too"
+
+    return rule
+
+
+def _pools(table: str, pools: Any) -> Settings:
+    pools = pools or {
+        "hard": {"threshold": 0.25, "weight": 0.2},
+        "normal": {"threshold": 0.75, "weight": 1.0},
+        "easy": {"threshold": 1.0, "weight": 0.2},
+    }
+    ordered = sorted(pools.values(), key=lambda pool: pool["threshold"])
+    if len(ordered) != 3:
+        raise Refused(f"expected 3 pools, found {len(ordered)}: hard, normal and easy. `buffer.pools` has these.")
+    hard, normal, easy = ordered
+    return {
+        f"{table}.hard_threshold": hard["threshold"],
+        f"{table}.easy_threshold": normal["threshold"],
+        f"{table}.hard_weight": hard["weight"],
+        f"{table}.normal_weight": normal["weight"],
+        f"{table}.easy_weight": easy["weight"],
+        f"{table}.memory": 0.0,
+    }
+
+
+# evaluation
+
+
+def set_count(ours: str) -> Rule:
+    return lambda count, table: {ours: None if count == -1 else count}
+
+
+def set_eval_rollouts(ours: str, sampling: str) -> Rule:
+    """Return a rule for the rollouts of an example in evaluation. Several need a temperature, which the engine's
+    default gives them there."""
+
+    def rule(count: int, table: dict[str, Any]) -> Settings:
+        given = [value_at(table, tuple(key.split("."))) for key in ("orchestrator.eval.sampling", "eval.sampling")]
+        is_cold = count > 1 and not any(isinstance(each, dict) and "temperature" in each for each in given)
+        return {ours: count} | ({sampling: 1.0} if is_cold else {})
+
+    return rule
