@@ -141,7 +141,9 @@ def refuse_engines(address: Any, table: dict[str, Any]) -> str:
 def set_filters(*, before_batch: bool) -> Rule:
     """Return a rule for the filters of v0.5 to v0.8, each of which is a key here."""
 
-    def rule(filters: list[dict[str, Any]], table: dict[str, Any]) -> Settings | str:
+    def rule(filters: Any, table: dict[str, Any]) -> Settings | str:
+        if not isinstance(filters, list):  # our own table
+            return {"orchestrator.filters": filters}
         settings: Settings = {}
         for each in filters:
             kind = each.get("type")
@@ -154,6 +156,27 @@ def set_filters(*, before_batch: bool) -> Rule:
             else:
                 raise Refused(f"expected filters of type gibberish, repetition or zero_advantage, found {kind!r}.")
         return settings or "rollouts that are flawed are counted"
+
+    return rule
+
+
+def set_pool(pool: str) -> Rule:
+    """Return a rule for a threshold of v0.2 to v0.5, whose easy and hard examples never come again."""
+
+    def rule(threshold: float, table: dict[str, Any]) -> Settings:
+        return {f"orchestrator.buffer.pools.{pool}_threshold": threshold, f"orchestrator.buffer.pools.{pool}_weight": 0}
+
+    return rule
+
+
+def set_fraction(pool: str) -> Rule:
+    def rule(fraction: float, table: dict[str, Any]) -> Settings:
+        if fraction:
+            raise Refused(
+                f"expected 0: `orchestrator.buffer.pools.{pool}_weight` is how often {pool} examples come, relative to "
+                "the others. Write that."
+            )
+        return {f"orchestrator.buffer.pools.{pool}_weight": 0}
 
     return rule
 
