@@ -277,8 +277,11 @@ INFERENCE = (
         Row(f"inference.vllm.{name}", f"inference.model.{name}")
         for name in ("dtype", "max_model_len", "enforce_eager", "trust_remote_code", "enable_auto_tool_choice")
     ),
-    Row("inference.vllm.tool_call_parser", rules.set_parser("tool_call_parser")),
-    Row("inference.vllm.reasoning_parser", rules.set_parser("reasoning_parser")),
+    *(
+        Row(f"inference.{table}.{name}", rules.set_parser(name))
+        for table in ("vllm", "model")
+        for name in ("tool_call_parser", "reasoning_parser")
+    ),
     Row("inference.vllm.tensor_parallel_size", "inference.parallel.tp"),
     Row("inference.vllm.data_parallel_size", "inference.parallel.dp"),
     Row("inference.vllm.gpu_memory_utilization", "inference.gpu_memory_utilization"),

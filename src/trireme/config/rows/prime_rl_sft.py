@@ -17,6 +17,7 @@ from trireme.config.rows.prime_rl import (
     of_sources,
 )
 from trireme.config.rows.rules import HARDWARE, on_gpus, only
+from trireme.config.rows.sources import set_count
 from trireme.config.translation import Refused, Row, Settings, refused, value_at
 
 
@@ -131,8 +132,12 @@ PRIME_RL_EVALS = (
     Row("eval.interval", None, "`steps` names those to evaluate"),
     Row("eval.env_server_base_port", None, "workers of environments need no ports"),
     Row("eval.sampling", "sampling"),
-    *(replace(row, theirs=row.theirs) for row in of_evaluation("eval")),
-    Row("eval.num_examples", "num_examples"),
+    Row("env[].rollouts_per_example", "rollouts_per_example"),
+    Row("env[].group_size", "rollouts_per_example"),
+    Row("env[].num_examples", set_count("num_examples")),
+    Row("eval.group_size", "rollouts_per_example"),
+    Row("eval.num_examples", set_count("num_examples")),
+    Row("num_examples", set_count("num_examples")),
     refused("online", "`uv run eval --weights-dir FOLDER` evaluates what a run has written. Remove it."),
     Row("monitors", None, "results are in the run's folder"),
     Row("log", None, NO_MATTER),

@@ -255,7 +255,7 @@ KEEPS_THINKING = {
 
 def set_parser(kind: str) -> Rule:
     def rule(name: Any, table: dict[str, Any]) -> Settings | str:
-        return f"{AUTO_PARSER[kind]}" if name == "auto" or is_off(name) else {f"inference.model.{kind}": name}
+        return AUTO_PARSER[kind] if name == "auto" else {f"inference.model.{kind}": None if is_off(name) else name}
 
     return rule
 
