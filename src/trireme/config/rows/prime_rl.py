@@ -45,7 +45,7 @@ TRAINER = (
     Row("trainer.model.moe_fused_kernel", None, HARDWARE),
     Row("trainer.model.moe.compute", None, HARDWARE, since=AUTUMN),
     Row("trainer.model.moe.dispatch", None, HARDWARE, since=AUTUMN),
-    Row("trainer.model.moe_use_grouped_mm", to("trainer.model.moe.implementation", {True: "grouped_mm", False: "eager"})),
+    Row("trainer.model.moe_use_grouped_mm", rules.set_grouped),
     Row("trainer.model.moe_router_dtype", to("trainer.model.moe.router_dtype", {"bfloat16": "model"})),
     Row("trainer.model.freeze_moe_router", to("trainer.model.moe.router", {True: "frozen", False: "trained"})),
     Row("trainer.model.tp", only(1, "parameters are sharded by FSDP2 over all ranks. `cp` splits long rows.")),

@@ -126,6 +126,10 @@ def set_head_chunk(chunk: Any, table: dict[str, Any]) -> Settings | str:
     return {"trainer.model.head_chunk": chunk} if is_number else "logits are always computed in chunks"
 
 
+def set_grouped(grouped: bool, table: dict[str, Any]) -> Settings:
+    return {"trainer.model.moe.implementation": "grouped_mm" if grouped else "eager"}
+
+
 def use_deep_gemm(wanted: bool, table: dict[str, Any]) -> Settings | str:
     return {"inference.env_vars.VLLM_USE_DEEP_GEMM": "1"} if wanted else "off here too"
 
