@@ -115,6 +115,14 @@ def of_sources(ours: str, *, trains: bool) -> Iterator[Row]:
     yield refused(f"{env}.max_retries", ROUNDS)
     yield refused(f"{env}.retries", ROUNDS, since=AUTUMN)
     yield Row(f"{env}.serve", None, "each environment runs in worker processes of the run (`num_workers`)")
+    yield Row(f"{env}.num_workers", sources.set_workers(env))
+    yield Row(f"{env}.timeout_seconds", f"{env}.rollout_timeout_s")
+    yield Row(f"{env}.timeout", f"{env}.rollout_timeout_s")
+    yield Row(f"{env}.timeout.rollout", f"{env}.rollout_timeout_s")
+    yield Row(f"{env}.timeout.scoring", f"{env}.args.timeout.scoring")
+    yield Row(f"{env}.state_columns", None, "the journal has whole rollouts")
+    yield Row(f"{env}.max_total_completion_tokens", only(-1, "`seq_len` bounds the prompt with all completions."))
+    yield Row(f"{env}.legacy", env)
     for address in ("serve.address", "address"):
         yield refused(f"{env}.{address}", "the orchestrator starts an environment's workers itself. Remove it.")
 
