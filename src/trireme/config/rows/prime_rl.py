@@ -170,6 +170,7 @@ def of_evaluation(ours: str) -> Iterator[Row]:
     """Yield rows of `[orchestrator.eval]`, or of `[eval]` of `sft`."""
     yield Row(f"{ours}.source", f"{ours}.env")
     yield Row(f"{ours}.group_size", sources.set_eval_rollouts(ours))
+    yield Row(f"{ours}.rollouts_per_example", sources.set_eval_rollouts(ours))
     yield Row(f"{ours}.num_examples", sources.set_count(f"{ours}.num_examples"))
     yield Row(f"{ours}.max_completion_tokens", f"{ours}.sampling.max_tokens")
     yield Row(f"{ours}.eval_base_model", f"{ours}.eval_base")
