@@ -145,13 +145,19 @@ def read_as(
 
     Raises: ConfigError with all problems together.
     """
+    return read_with_lines(root, table, where=where, flags=flags)[0]
+
+
+def read_with_lines(
+    root: type[AnySection], table: dict[str, Any], *, where: str, flags: Sequence[TypedFlag] = ()
+) -> tuple[AnySection, list[Line]]:
+    """Return the same, and what became of each key."""
     reading = _Reading(root, None)
     if root is RunConfig:
         reading.take_environment()
     reading.take_table(table, Source(where))
     reading.take_all(flags)
-    config: AnySection = reading.validate()
-    return config
+    return reading.validate(), reading.lines
 
 
 def knows(root: type[Section], flag: TypedFlag, *, exactly: bool = True) -> bool:
