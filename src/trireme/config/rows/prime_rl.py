@@ -153,7 +153,8 @@ def of_sources(ours: str, *, trains: bool) -> Iterator[Row]:
     else:
         yield Row(f"{env}.ratio", None, "each environment of an evaluation is evaluated whole")
         yield Row(f"{env}.group_size", sources.set_eval_rollouts(env))
-        yield Row(f"{env}.num_examples", sources.set_count(f"{env}.num_examples"))
+        of_all = f"{ours.removesuffix('.env')}.num_examples"
+        yield Row(f"{env}.num_examples", sources.set_count(f"{env}.num_examples", of_all))
         yield Row(f"{env}.select.limit", f"{env}.num_examples", since=AUTUMN)
         yield Row(f"{env}.skip_first_step", to(f"{env}.eval_base", {True: False, False: True}))
     yield from of_sampling(f"{env}.sampling")

@@ -240,8 +240,13 @@ def set_validation(table: dict[str, Any], given: dict[str, Any]) -> Settings | s
     return {f"orchestrator.eval.{ours}": table[theirs] for theirs, ours in names.items() if theirs in table}
 
 
-def set_count(ours: str) -> Rule:
-    return lambda count, table: {ours: None if count == -1 else count}
+def set_count(ours: str, of_all: str = "") -> Rule:
+    """Return a rule for a number of examples, of which -1 is all.
+
+    Args:
+        of_all: the key of all sources, for that of one, which would take it if it had none.
+    """
+    return lambda count, table: {of_all or ours: None} if count == -1 else {ours: count}
 
 
 def set_eval_rollouts(above: str) -> Rule:
