@@ -1,6 +1,7 @@
 """Files and flags of prime-rl mean here what they mean there, or are refused under their own names."""
 
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trireme.config.rules import check
 from trireme.config.run import RunConfig
 from trireme.config.section import find
 from trireme.config.sft import SftConfig
+from trireme.config.translation import translate
 from trireme.tools.evaluate.config import EvalConfig
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -198,7 +200,6 @@ def test_flag_means_the_same_here(flags, ours):
         ('[orchestrator.algo]\ntype = "echo"', "orchestrator.algo", "grpo"),
         ('[orchestrator.algo]\ntype = "opsd"', "orchestrator.algo", "orchestrator.teacher"),
         ('[orchestrator.algo]\ntype = "sft"', "orchestrator.algo", "trireme eval run"),
-        ('[orchestrator.algo]\ntype = "grpo"\n[orchestrator.algo.length_penalty]', "orchestrator.algo", '"relative"'),
         (
             "[orchestrator.renderer]\nthinking_retention = 'all'",
             "orchestrator.renderer.thinking_retention",
@@ -221,6 +222,65 @@ def test_what_cannot_be_had_is_refused_by_its_name(text, key, nearest):
     said = refusal(text)
     assert f"theirs.toml: `{key} = " in said
     assert nearest in said
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        (
+            "[orchestrator.algo.length_penalty]\nnum_turns_weight = 0.2",
+            {
+                "orchestrator.advantage.type": "group_mean",
+                "orchestrator.length_penalty.type": "group_linear",
+                "orchestrator.length_penalty.num_turns_weight": 0.2,
+            },
+        ),
+        (
+            "[ckpt]\nskip_progress = true\n[trainer.ckpt]\nskip_optimizer = true",
+            {"trainer.ckpt.resume_without": ["optimizer", "progress"]},
+        ),
+        ('resume.dir = "runs/a/checkpoints/step_50"', {"resume_from": "runs/a", "trainer.ckpt.resume_step": 50}),
+        ('resume.dir = "runs/a"', {"resume_from": "runs/a"}),
+        (
+            '[trainer.loss]\ntype = "default"\ndppo_mask_low = 0.1',
+            {
+                "trainer.loss.type": "dppo_tv",
+                "trainer.loss.kl_tau": 1e-3,
+                "trainer.loss.max_importance_ratio": "inf",
+                "trainer.loss.mask_low": 0.1,
+            },
+        ),
+        (
+            '[trainer.loss]\ntype = "ipo"\nipo_threshold = 0.2',
+            {"trainer.loss.type": "ipo", "trainer.loss.kl_tau": 1e-3, "trainer.loss.eps": 0.2},
+        ),
+        (
+            '[[orchestrator.train.source]]\ngroup_size = 2\nalgo = { type = "rae", decay = 0.5 }',
+            {
+                "orchestrator.env.0.rollouts_per_example": 2,
+                "orchestrator.env.0.advantage.type": "rae",
+                "orchestrator.env.0.advantage.decay": 0.5,
+            },
+        ),
+        (
+            "[[orchestrator.train.source]]\ncurriculum = { gates = { g = { type = 'advantage_range' } } }",
+            {"orchestrator.env.0.buffer.online_difficulty_filtering": True},
+        ),
+        (
+            "[[orchestrator.eval.source]]\ngroup_size = 4\nskip_first_step = true\nnum_examples = 7",
+            {
+                "orchestrator.eval.env.0.rollouts_per_example": 4,
+                "orchestrator.eval.env.0.sampling.temperature": 1.0,
+                "orchestrator.eval.env.0.eval_base": False,
+                "orchestrator.eval.env.0.num_examples": 7,
+            },
+        ),
+    ],
+)
+def test_keys_are_given_as_a_source_a_loss_or_a_checkpoint_has_them(text, ours):
+    found = translate(tomllib.loads(text), rows_for(RunConfig))
+    assert {".".join(path): value for path, value in found.settings.items()} == ours
+    assert (found.unknown, found.problems) == ([], [])
 
 
 def test_gpus_of_a_file_count_where_there_are_some():
