@@ -214,9 +214,10 @@ def print_warnings(config: RunConfig, name: ProcessName | None = None) -> None:
 def note_translation(invocation: Invocation) -> None:
     """Say which keys of the user's files have no effect here, and whose defaults hold for those that are left out."""
     if invocation.without_effect:
-        print(f"{invocation.without_effect}\n", flush=True)
+        print(f"note: {invocation.without_effect}\n", file=sys.stderr)
     if any(path != line.theirs for line in invocation.lines for path in line.ours):
-        print("Keys of another system were translated. Those left out take our defaults: docs/coming-from.md\n")
+        said = "keys of another system were translated; those left out take our defaults (docs/coming-from.md)"
+        print(f"note: {said}\n", file=sys.stderr)
 
 
 def note_provenance(config: RunConfig, devices: Devices) -> None:

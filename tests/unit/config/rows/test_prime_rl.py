@@ -10,6 +10,7 @@ import pytest
 from support.runs.resolved_runs import value_at
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
+from trireme.cli.command import note_translation
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve
 from trireme.config.rows.by_command import rows_for
@@ -425,3 +426,17 @@ def exists(root: Any, key: str) -> bool:
 def tables_of(key: str) -> set[str]:
     parts = key.split(".")
     return {".".join(parts[:depth]) for depth in range(1, len(parts))}
+
+
+def test_start_of_a_run_names_the_keys_without_effect(capsys):
+    Path("theirs.toml").write_text(f"clean = true\n[log]\ninterval = 3\n{SOURCE}")
+    with pytest.raises(SystemExit):
+        load_config(["@", "theirs.toml", "--print-config"], RunConfig, program="rl")
+    printed = capsys.readouterr().out
+    assert tomllib.loads(printed)["orchestrator"]["env"] == [{"name": "a", "id": "task"}]
+    assert "# clean = true -> no effect: files of an earlier run are moved aside\n" in printed
+    _, invocation = load_config(["@", "theirs.toml"], RunConfig, program="rl")
+    note_translation(invocation)
+    said = capsys.readouterr().err
+    assert "`clean = true` (files of an earlier run are moved aside); `log.interval = 3`" in said
+    assert "our defaults" in said
