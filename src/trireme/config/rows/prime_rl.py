@@ -372,7 +372,7 @@ RUN = (
     Row("weight_broadcast.session_id", None, HARDWARE),
     Row("weight_broadcast.inference_world_size", None, "engines are counted when they join"),
     Row("weight_broadcast.quantize_in_weight_transfer", None, "weights travel in the precision that engines serve"),
-    Row("weight_broadcast.adapter_only", to("trainer.model.lora.sync", {True: "adapter", False: "merged"})),
+    Row("weight_broadcast.adapter_only", switch("trainer.model.lora.sync", "adapter")),
     Row("bench", only(False, "`scripts/bench` and `trireme plan` measure. Remove it.")),
 )  # fmt: skip
 

@@ -129,6 +129,8 @@ RL: list[tuple[str, dict[str, Any]]] = [
     ('[run]\nname = "n"\n[log]\nlevel = "DEBUG"', {"name": "n", "log_level": "debug"}),
     ("seq_len = 9\norchestrator.seq_len = 5\ntrainer.model.seq_len = 8", {"seq_len": 5}),
     ("trainer.model.seq_len = 8", {"seq_len": 8}),
+    ("weight_broadcast.adapter_only = false", {"trainer.model.lora": None}),
+    ("weight_broadcast.adapter_only = true", {"trainer.model.lora.sync": "adapter"}),
     (
         '[inference.vllm]\nmax_model_len = 9\nseed = 1\ntool_call_parser = "auto"\ntensor_parallel_size = 2',
         {"inference.model.max_model_len": 9, "inference.args": {"seed": 1}, "inference.parallel.tp": 2},
