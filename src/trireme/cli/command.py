@@ -23,7 +23,7 @@ from trireme.base.safe_text import clean
 from trireme.cli.machines import join_network, node_of
 from trireme.config.arguments import HELP
 from trireme.config.files import ProcessName, command_without_secrets, write_process_files, write_run
-from trireme.config.load import load_run_config
+from trireme.config.load import Invocation, load_run_config
 from trireme.config.orchestrator import sampling_notes
 from trireme.config.resolve import resolve, resuming
 from trireme.config.rules import check, check_launch, launch_problems, launch_warnings
@@ -159,8 +159,10 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
     os.environ.update(config.env_vars)
     devices = detect_devices()
     node = node_of(config, name, invocation)
-    config = resolve(config, devices, section=name, node=node)
-    check(config, devices, section=name)
+    with invocation.their_keys_named():
+        config = resolve(config, devices, section=name, node=node)
+        check(config, devices, section=name)
+    note_translation(invocation)
 
     if invocation.dry_run:
         sys.exit(_flush_output(name, ConfigError.exit_code if show(config, devices, name) else 0))
@@ -211,6 +213,15 @@ def print_warnings(config: RunConfig, name: ProcessName | None = None) -> None:
     """Print what lets a run start, but is seldom meant; the engine and the trainer alone know nothing of it."""
     for warning in launch_warnings(config) if name in (None, "orchestrator") else ():
         print(f"\nwarning: {warning}", flush=True)
+
+
+def note_translation(invocation: Invocation) -> None:
+    """Say which keys of the user's files have no effect here, and whose defaults hold for those that are left out."""
+    if invocation.without_effect:
+        print(f"note: {invocation.without_effect}\n", file=sys.stderr)
+    if any(path != line.theirs for line in invocation.lines for path in line.ours):
+        said = "keys of another system were translated; those left out take our defaults (docs/coming-from.md)"
+        print(f"note: {said}\n", file=sys.stderr)
 
 
 def note_provenance(config: RunConfig, devices: Devices) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.base.token import adopt_token, make_token, status_key, token, write_key
-from trireme.cli.command import move_old_run_aside, note_provenance, print_warnings, run_command, show
+from trireme.cli.command import (
+    move_old_run_aside,
+    note_provenance,
+    note_translation,
+    print_warnings,
+    run_command,
+    show,
+)
 from trireme.config.files import ProcessName, write_process_files
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
@@ -29,10 +36,14 @@ def rl(argv: list[str]) -> int:
     devices = detect_devices()
     config, invocation = load_run_config(argv, program="rl")
     os.environ.update(config.env_vars)  # some decide where models are looked for
-    if not invocation.run:
-        config = resolve(config, devices)
-    check(config, devices)
-    return dry_run(config, devices) if invocation.dry_run else launch(config, devices)
+
+    # What went wrong is said in the keys that the user wrote.
+    with invocation.their_keys_named():
+        if not invocation.run:
+            config = resolve(config, devices)
+        check(config, devices)
+        note_translation(invocation)
+        return dry_run(config, devices) if invocation.dry_run else launch(config, devices)
 
 
 def dry_run(config: RunConfig, devices: Devices) -> int:

@@ -9,7 +9,7 @@ from trireme.base.devices import detect_devices
 from trireme.base.log import start_logging
 from trireme.base.network import stay_on_loopback
 from trireme.base.processes import quick_imports
-from trireme.cli.command import move_old_run_aside, run_command
+from trireme.cli.command import move_old_run_aside, note_translation, run_command
 from trireme.config.files import to_table, to_toml, without_secrets
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
@@ -36,8 +36,10 @@ def sft(argv: list[str]) -> None:
     # Started by the user. The ranks take the branch above.
     devices = detect_devices()
     os.environ.update(config.env_vars)  # the ranks inherit them
-    config = resolve_sft(config, devices)
-    check_sft(config, devices)
+    with invocation.their_keys_named():
+        config = resolve_sft(config, devices)
+        check_sft(config, devices)
+    note_translation(invocation)
     if invocation.dry_run:
         print(to_toml(without_secrets(to_table(config))))
         return

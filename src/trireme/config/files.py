@@ -155,6 +155,17 @@ def to_table(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def given_values(value: Any) -> Any:
+    """Return the values that the user gave, as TOML has them. Defaults are left out, as some are derived if nothing
+    was given."""
+    if isinstance(value, Section):
+        names = [name for name in type(value).model_fields if name in value.model_fields_set]
+        return {name: given_values(getattr(value, name)) for name in names}
+    if isinstance(value, tuple):
+        return [given_values(item) for item in value]
+    return NONE if value is None else to_table(value)
+
+
 def to_toml(table: dict[str, Any], above: str = "") -> str:
     """Return a table as TOML, the inverse of `tomllib.loads`. None, which TOML cannot express, is left out.
 

@@ -11,22 +11,38 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field as Documented
-from pydantic import ValidationError
+from pydantic import PrivateAttr, ValidationError
 
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
-from trireme.config.compatibility import ALIASES, belongs_elsewhere, kind_of
+from trireme.config.compatibility import belongs_elsewhere, kind_of
 from trireme.config.files import PROCESSES, ProcessName, read_run, read_table, toml_value
-from trireme.config.problems import KeyPath, Source, explain, raise_together, unknown_key
+from trireme.config.problems import Source, explain, raise_together, unknown_key
 from trireme.config.reference import help_text
+from trireme.config.rows.by_command import rows_for
 from trireme.config.run import RunConfig
 from trireme.config.section import NONE, AnySection, Section, as_flag, as_key, fields_of, find, read_structure, walk
+from trireme.config.translation import (
+    KeyPath,
+    Line,
+    Translated,
+    describe_without_effect,
+    is_known,
+    merged,
+    names_below,
+    renamed,
+    table_of,
+    their_keys_named,
+    translate,
+    with_comments,
+)
 
 MOST_LEVELS = 64  # levels of tables and arrays inside one value
 NEARLY = 0.9  # share of a variable's letters that a key has in the same order, from which on it is a slip
@@ -45,8 +61,28 @@ class Invocation(Section):
     """Show what would be started and write the resolved configuration; start nothing."""
     run: Path | None = Documented(default=None)
     """A resolved `configs/run.json`: load exactly that. This is how `rl` starts its processes."""
+    print_config: bool = False
+    """Print the configuration in our own keys, with a comment on what became of each key; start nothing."""
     node: int | None = None
     """Number of this machine's address in its table of `[hosts]`, counted from 0; found by the addresses if not set."""
+
+    _lines: tuple[Line, ...] = PrivateAttr(default=())
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """What became of each key of the files and of flags that were translated."""
+        return self._lines
+
+    @property
+    def without_effect(self) -> str:
+        """A paragraph about keys without effect; empty without any."""
+        return describe_without_effect(self._lines)
+
+    @contextmanager
+    def their_keys_named(self) -> Iterator[None]:
+        """Add to an error that names a key of ours the one that the user wrote."""
+        with their_keys_named(self._lines):
+            yield
 
 
 def load_run_config(
@@ -59,7 +95,7 @@ def load_run_config(
         section: for a process's own command, whose files and flags may leave its table's name out.
         program: its name, for `--help`.
 
-    Raises: ConfigError with all problems together; SystemExit(0) after `--help`.
+    Raises: ConfigError with all problems together; SystemExit(0) after `--help` and `--print-config`.
     """
     return load_config(argv, RunConfig, section=section, program=program)
 
@@ -90,7 +126,12 @@ def load_config(
     reading = _Reading(root, section)
     reading.take_environment()
     reading.take_all(others)
-    return reading.validate(), invocation
+    config = reading.validate()
+    invocation._lines = tuple(reading.lines)
+    if invocation.print_config:
+        print(with_comments(config, reading.lines), end="")
+        raise SystemExit(0)
+    return config, invocation
 
 
 def read_as(
@@ -104,13 +145,19 @@ def read_as(
 
     Raises: ConfigError with all problems together.
     """
+    return read_with_lines(root, table, where=where, flags=flags)[0]
+
+
+def read_with_lines(
+    root: type[AnySection], table: dict[str, Any], *, where: str, flags: Sequence[TypedFlag] = ()
+) -> tuple[AnySection, list[Line]]:
+    """Return the same, and what became of each key."""
     reading = _Reading(root, None)
     if root is RunConfig:
         reading.take_environment()
     reading.take_table(table, Source(where))
     reading.take_all(flags)
-    config: AnySection = reading.validate()
-    return config
+    return reading.validate(), reading.lines
 
 
 def knows(root: type[Section], flag: TypedFlag, *, exactly: bool = True) -> bool:
@@ -121,7 +168,12 @@ def knows(root: type[Section], flag: TypedFlag, *, exactly: bool = True) -> bool
     """
     path = flag.path if exactly else flag.path[:1]
     positive = tuple(part.removeprefix("no_") for part in path)
-    return any(find(root, _without_alias(each)) is not None for each in (path, positive))
+    # A table that takes any key does not know one.
+    rows = rows_for(root)
+    return any(
+        find(root, each) is not None or (is_known(each, rows, root) and renamed(each, rows, root) != each)
+        for each in (path, positive)
+    )
 
 
 class _Reading:
@@ -133,6 +185,8 @@ class _Reading:
         self.tree: dict[str, Any] = {}
         self.origins: dict[KeyPath, Source] = {}
         self.problems: list[str] = []
+        self.given: dict[str, Any] = {}  # of files and flags, as they were written
+        self.lines: list[Line] = []
         self.whole_run_given = False
 
     @contextmanager
@@ -202,19 +256,30 @@ class _Reading:
 
     def take_table(self, table: dict[str, Any], source: Source, above: KeyPath = ()) -> None:
         self.origins.setdefault(above, source)
-        given: dict[KeyPath, KeyPath] = {}
-        for typed, value in _leaves(table, above, self.root):
-            path = _without_alias(typed)
-            # Two names of one key would silently replace each other's value.
-            if typed != given.setdefault(path, typed):
-                self.problems.append(
-                    f"{source.label}: `{as_key(source.shown(given[path]))}` and `{as_key(source.shown(typed))}` are "
-                    "two names of one key - expected one of them. Remove the first."
-                )
+        whole = table
+        for name in reversed(above):
+            whole = {name: whole}
+        self.given = merged(self.given, whole)
+        found = translate(whole, rows_for(self.root), where=source.label, root=self.root, given=self.given)
+        for path, value in _leaves(found.table, self.root):
             self._set(path, value, source)
+        self._note(found, source)
+
+    def _note(self, found: Translated, source: Source) -> None:
+        """Keep what became of each key, so that messages name the keys as they were written."""
+        self.problems += [problem for problem in found.problems if problem not in self.problems]
+        self.lines += found.lines
+        for ours, theirs in found.tables.items():
+            self.origins[ours] = replace(source, line=Line(theirs, None, {}, ""), ours=ours)
+        for ours, line in found.origins.items():
+            if ours != line.theirs:
+                self.origins[ours] = replace(source, line=line, ours=ours)
 
     def _take_flag(self, flag: TypedFlag) -> None:
         path, is_negated = self._flag_path(flag)
+        if (moved := self._translate_flag(flag, path, is_negated)) is None:
+            return
+        path = moved
         found = find(self.root, path)
         around = (find(self.root, path[:depth]) for depth in range(1, len(path)))
 
@@ -248,31 +313,57 @@ class _Reading:
 
         self._set(path, value, Source(flag.name, typed=words))
 
+    def _translate_flag(self, flag: TypedFlag, path: KeyPath, is_negated: bool) -> KeyPath | None:
+        """Return our key for that of a flag; None if it was set here, or has no effect."""
+        rows = rows_for(self.root)
+        if (ours := renamed(path, rows, self.root)) == path or not is_known(path, rows, self.root):
+            return path
+        words = " ".join(flag.values)
+        value: Any = False if is_negated else read_structure(words) if flag.values else True
+        before = self.given
+        self.given = _with_value(before, path, value)
+        table = table_of(path, value)
+        found = translate(table, rows, where=flag.name, root=self.root, given=self.given, is_flag=True)
+        source = Source(flag.name, typed=words)
+        self._note(found, source)
+        if ours is not None and not found.problems:
+            return ours
+
+        # A rule of a whole table gives keys that it gave before, which another flag may have changed since.
+        earlier = translate(table, rows, root=self.root, given=before, is_flag=True)
+        said = {key: each for line in earlier.lines if line.value is not None for key, each in line.ours.items()}
+        for key, each in found.settings.items():
+            if key not in said or said[key] != each:
+                self._set(key, each, source)
+        return None
+
     def _flag_path(self, flag: TypedFlag) -> tuple[KeyPath, bool]:
         """Return the key of a flag, and whether the flag is one of `--no-x`, `--a.no-x`, `--no-a.x`."""
-        path = self._place(flag.path)
-        if find(self.root, path) is not None:
+        path, rows = self._place(flag.path), rows_for(self.root)
+        if is_known(path, rows, self.root):
             return path, False
         # The `no-` may be at the first part or at the last one.
         for index in {0, len(flag.path) - 1}:
             if flag.path[index].startswith("no_"):
                 positive = (*flag.path[:index], flag.path[index].removeprefix("no_"), *flag.path[index + 1 :])
-                if find(self.root, placed := self._place(positive)):
+                if is_known(placed := self._place(positive), rows, self.root):
                     return placed, True
         return path, False
 
     def _place(self, typed: KeyPath) -> KeyPath:
         """Return the key in the root that a typed one stands for: on a process's own command, its table comes first,
         unless a file of the whole run was given."""
-        typed = _without_alias(typed)
         is_of_run = self.whole_run_given and typed[0] in fields_of(self.root)
         if self.section and not is_of_run and self._is_of_process(self.section, typed[0]):
-            typed = (self.section, *typed)
-        return _without_alias(typed)
+            return (self.section, *typed)
+        return typed
 
     def _is_of_process(self, process: str, key: str) -> bool:
         """Return whether a key belongs to a process's own table: `optim` is `trainer.optim`, `max_steps` the run's."""
-        return key not in fields_of(self.root) or find(self.root, _without_alias((process, key))) is not None
+        if key in fields_of(self.root) or find(self.root, (process, key)) is not None:
+            return find(self.root, (process, key)) is not None
+        rows = rows_for(self.root)
+        return key in names_below((process,), rows) or key not in names_below((), rows)
 
     def _set(self, path: KeyPath, value: Any, source: Source) -> None:
         """Merge one value: tables merge key by key; anything else, lists too, is replaced."""
@@ -287,7 +378,9 @@ class _Reading:
                     "deep - expected fewer. Remove some of them."
                 )
             before = table.get(path[-1])
-            table[path[-1]] = _merged(before, value) if isinstance(value, dict) and isinstance(before, dict) else value
+            if isinstance(before, list):  # replaced, with all that was known of its items
+                self.origins = {at: of for at, of in self.origins.items() if at[: len(path)] != path or at == path}
+            table[path[-1]] = merged(before, value) if isinstance(value, dict) and isinstance(before, dict) else value
             self.origins[path] = source
 
     def _table_at(self, path: KeyPath, label: str) -> dict[str, Any] | None:
@@ -361,26 +454,32 @@ def _variable(path: KeyPath) -> str:
 
 
 def _leaves(
-    table: dict[str, Any], above: KeyPath = (), root: type[Section] | None = None
+    table: dict[str, Any], root: type[Section] | None = None, above: KeyPath = ()
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the values of nested tables with their paths; with `root`, only of tables that are tables there, or that
-    other systems have in the place of a key of ours: `[data] path` is `data`."""
+    """Yield the values of nested tables with their paths; with `root`, only of tables that are tables there."""
     for key, value in table.items():
         path = (*above, key)
-        found = find(root, _without_alias(path)) if root else None
-        is_table = root is None or (found is not None and found.kind == "section") or path == ("data",)
+        found = find(root, path) if root else None
+        is_table = root is None or (found is not None and found.kind == "section")
         if isinstance(value, dict) and value and is_table:
-            yield from _leaves(value, path, root)
+            yield from _leaves(value, root, path)
         else:
             yield path, value
 
 
-def _without_alias(path: KeyPath) -> KeyPath:
-    """Return the path under our own names."""
-    for depth in range(len(path), 0, -1):
-        if (ours := ALIASES.get(".".join(path[:depth]))) is not None:
-            return (*ours.split("."), *path[depth:])
-    return path
+def _with_value(table: dict[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:
+    """Return a copy of nested tables with another value at a path, which may lead into arrays."""
+    name, below = path[0], path[1:]
+    inside = table.get(name, {})
+    if not below:
+        return table | {name: value}
+    if isinstance(inside, list) and below[0].isdigit():
+        items = [*inside, {}][: max(len(inside), int(below[0]) + 1)]
+        if int(below[0]) < len(items):
+            item = items[int(below[0])]
+            items[int(below[0])] = _with_value(item, below[1:], value) if below[1:] else value
+        return table | {name: items}
+    return table | {name: _with_value(inside if isinstance(inside, dict) else {}, below, value)}
 
 
 def _no_such_item(label: str, path: KeyPath, count: int) -> str:
@@ -391,14 +490,6 @@ def _no_such_item(label: str, path: KeyPath, count: int) -> str:
         f"`{label}` points to `{as_key(path)}` - {have}. "
         f"Write `{as_flag(array)}.0.…` for the first, or add a `[[{as_key(array)}]]` to the file."
     )
-
-
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    both = {
-        key: _merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
-        for key, value in above.items()
-    }
-    return below | both
 
 
 def _is_deeper(value: Any, levels: int) -> bool:

@@ -9,11 +9,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.config.compatibility import ELSEWHERE, NOT_A_KEY, NOT_A_VALUE, Answer, keys_for
+from trireme.config.compatibility import NOT_A_VALUE, keys_for
 from trireme.config.files import PROCESSES, toml_key, toml_value
+from trireme.config.rows.by_command import rows_for
+from trireme.config.rows.elsewhere import WORDS
 from trireme.config.section import Field, Section, as_flag, as_key, fields_of, find, walk
-
-KeyPath = tuple[str, ...]  # the parts of a key's path, from the root
+from trireme.config.translation import KeyPath, Line, is_known, names_below, renamed
 
 _LONGEST = 200  # characters of a value in a message
 _MOST = 30  # problems that are shown together
@@ -26,6 +27,8 @@ class Source:
     label: str  # "a.toml", "TRIREME_MAX_STEPS", or the flag as typed
     hidden: KeyPath = ()  # the table that the file fills, which is left out of the keys in messages
     typed: str | None = None  # the words after a flag
+    line: Line | None = None  # what the value was translated from
+    ours: KeyPath = ()  # what it was translated to
 
     @property
     def is_flag(self) -> bool:
@@ -33,6 +36,8 @@ class Source:
 
     def shown(self, path: KeyPath) -> KeyPath:
         """Return the path of a key as the user wrote it in this source."""
+        if self.line and path[: len(self.ours)] == self.ours:
+            path = (*self.line.theirs, *path[len(self.ours) :])
         inside = self.hidden and path[: len(self.hidden)] == self.hidden
         return path[len(self.hidden) :] if inside else path
 
@@ -62,7 +67,7 @@ def explain(root: type[Section], error: dict[str, Any], path: KeyPath, found: Fi
         return f"{source.label}: `{as_key(source.shown(path))}` is missing - expected {found.words}. {found.doc}"
 
     shown = source.shown(path)
-    value = error["input"]
+    value = source.line.value if source.line and path == source.ours else error["input"]
     # A flag is shown as the user typed it; a value in a file as TOML, cut to a readable length.
     if source.is_flag:
         given = f"`{source.label} {textwrap.shorten(source.typed or '', _LONGEST)}`"
@@ -114,8 +119,7 @@ def _answers(root: type[Section], path: KeyPath, value: Any) -> Iterator[tuple[K
         for name, inside in table.items():
             below = (*path, str(name))
             moves_along = isinstance(found, list) and found and find(root, (*found[0], str(name)))
-            is_said = isinstance(found, str) and ".".join(below) not in ELSEWHERE
-            if not moves_along and not is_said:
+            if not moves_along and not isinstance(found, str):
                 yield from _answers(root, below, inside)
 
 
@@ -155,26 +159,12 @@ def counterpart(root: type[Section], path: KeyPath, value: Any = None) -> list[K
     A wrong key is worse than none: a user who follows the advice trains something else. So a key of another table is
     suggested only if a table of `config/compatibility.py` says so, or if nothing else has its name.
     """
-    # A table that was moved may hold keys that were renamed, so the answer is looked up again.
-    for _ in range(3):
-        moved = _elsewhere(root, path, value)
-        if moved is None:
-            break
-        if isinstance(moved, str):
-            return moved
-        if find(root, moved) or _is_free(root, moved):
-            return [moved]
-        path = moved
-
-    # Then keys of the same name, what is known of the name itself, and slips of the keyboard.
+    # What a row says, then keys of the same name, what is known of the name itself, and slips of the keyboard.
+    if (moved := renamed(path, rows_for(root), root)) and moved != path:
+        return [moved]
     fits = [key for key in _named_alike(root, path) if not (isinstance(value, dict) and _is_leaf(root, key))]
-    if found := fits or _by_value(NOT_A_KEY.get(path[-1], ""), value) or _slips(root, path):
+    if found := fits or WORDS.get(path[-1], "") or _slips(root, path):
         return found
-
-    # Nothing fits: an unknown table above it may be known to do nothing here.
-    tables = [part for depth, part in enumerate(path) if find(root, path[: depth + 1]) is None and part in NOT_A_KEY]
-    if tables:
-        return _by_value(NOT_A_KEY[tables[-1]], None)
     return OF_VLLM if path[0] == "inference" and find(root, path[:1]) else []
 
 
@@ -182,37 +172,6 @@ def _is_leaf(root: type[Section], key: KeyPath) -> bool:
     """Return whether a key holds no table."""
     field = find(root, key)
     return field is not None and field.section is None and field.kind != "table"
-
-
-def _is_free(root: type[Section], path: KeyPath) -> bool:
-    """Return whether a key is in a table that takes any, such as arguments of vLLM."""
-    above = (find(root, path[:depth]) for depth in range(1, len(path)))
-    return any(field is not None and field.kind == "table" for field in above)
-
-
-def _elsewhere(root: type[Section], path: KeyPath, value: Any) -> KeyPath | str | None:
-    """Return what `ELSEWHERE` has for the longest beginning of a path, followed by the rest of the path."""
-    of_trainer = "trainer" not in fields_of(root)  # `sft` has the trainer's keys without their table
-    for depth in range(len(path), 0, -1):
-        names = (".".join(path[:depth]), *([f"trainer.{'.'.join(path[:depth])}"] if of_trainer else []))
-        answer = next((ELSEWHERE[name] for name in names if name in ELSEWHERE), None)
-        if answer is None:
-            continue
-        answer = _by_value(answer, value) if depth == len(path) or isinstance(answer, str) else ""
-        if " " in answer:
-            return answer.replace("`trainer.", "`") if of_trainer else answer
-        if not answer:
-            return None
-        key = (answer.removeprefix("trainer.") if of_trainer else answer).split(".")
-        moved = (*key, *path[depth:])
-        goes_on = any(".".join(moved[:end]) in ELSEWHERE for end in range(1, len(moved) + 1))
-        if find(root, tuple(key)) or goes_on or key[-1] in NOT_A_KEY:
-            return moved
-    return None
-
-
-def _by_value(answer: Answer, value: Any) -> str:
-    return answer if isinstance(answer, str) else answer.get(str(value), answer.get("", ""))
 
 
 def _named_alike(root: type[Section], path: KeyPath) -> list[KeyPath]:
@@ -243,13 +202,19 @@ def _named_alike(root: type[Section], path: KeyPath) -> list[KeyPath]:
 
 
 def _slips(root: type[Section], path: KeyPath) -> list[KeyPath]:
-    """Return the key of the same table whose name differs by a slip of the keyboard in one part of the path; on a
-    process's own command, where the run's keys are typed together with its own, also one of the run."""
-    at = next(depth for depth in range(len(path)) if depth + 1 == len(path) or find(root, path[: depth + 1]) is None)
+    """Return the key of the same table, ours or one that is translated, whose name differs by a slip of the keyboard in
+    one part of the path; on a process's own command, where the run's keys are typed together with its own, also one of
+    the run."""
+    rows = rows_for(root)
+    if is_known(path, rows, root):
+        return []
+    known = [find(root, path[:depth]) is not None or names_below(path[:depth], rows) for depth in range(len(path) + 1)]
+    at = next((depth - 1 for depth in range(1, len(path) + 1) if not known[depth]), len(path) - 1)
     above = find(root, path[:at]) if at else None
-    inside = above.section if above else root
-    for name in get_close_matches(path[at], fields_of(inside) if inside else (), n=1, cutoff=NEAR):
+    inside = above.section if above else root if not at else None
+    names = [*(fields_of(inside) if inside else ()), *names_below(path[:at], rows)]
+    for name in get_close_matches(path[at], names, n=1, cutoff=NEAR):
         corrected = (*path[:at], name, *path[at + 1 :])
-        return [corrected] if find(root, corrected) else []
+        return [corrected] if is_known(corrected, rows, root) else []
     of_run = [name for name in fields_of(root) if path[0] in PROCESSES and _is_leaf(root, (name,))]
     return [(name,) for name in get_close_matches(path[1], of_run, n=1, cutoff=NEAR)] if len(path) == 2 else []

@@ -9,7 +9,7 @@ import pytest
 
 from support.runs.resolved_runs import value_at
 from trireme.base.errors import ConfigError
-from trireme.config.compatibility import ALIASES, ELSEWHERE, NAMES_ELSEWHERE, NOT_A_KEY
+from trireme.config.compatibility import NAMES_ELSEWHERE
 from trireme.config.load import load_run_config
 from trireme.config.run import RunConfig
 from trireme.config.section import walk
@@ -198,11 +198,7 @@ def test_the_older_name_of_the_environment_table_is_accepted_alone():
 
 
 def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
-    known = {key for root in (RunConfig, SftConfig) for key, _ in walk(root)}
-    moved = {answer for answer in ELSEWHERE.values() if isinstance(answer, str) and " " not in answer}
-    assert {*NAMES_ELSEWHERE, *ALIASES.values()} <= known
-    assert moved - known <= {*ELSEWHERE, *NOT_A_KEY, "orchestrator.algo", "log", "monitors"}
-    assert not ALIASES.keys() & known
+    assert {*NAMES_ELSEWHERE} <= {key for root in (RunConfig, SftConfig) for key, _ in walk(root)}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +206,7 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
     [
         ("[trainer.optim]\nlearning = 3", "a.toml: unknown key `trainer.optim.learning`"),
         ("[sampling]\ntop_p = 1.0\n[trainer.optim]\nlr = 0.1", "`orchestrator.sampling`"),
-        ('[trainer.optim]\nlr = "fast"', 'a.toml: `trainer.optim.lr = "fast"` - expected number > 0'),
+        ('[trainer.optim]\nlr = "fast"', 'a.toml: `trainer.optim.lr = "fast"` - expected number >= 0'),
         ("max_steps = true", "expected integer > 0"),
         ("max_steps = 0", "a.toml: `max_steps = 0` - expected integer > 0 ... `max_steps = 100`"),
         ("resume = 2", "`resume = 2` - expected true or false"),
@@ -223,28 +219,9 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
         ("[[orchestrator.env]]\nargs = {}", "a.toml: `orchestrator.env[0].id` is missing - expected text"),
         ('[orchestrator]\nenv = ["x"]', '    [[orchestrator.env]]\n    id = "x"'),
         ('model = "Qwen/Qwen3-0.6B"', '    [model]\n    name = "Qwen/Qwen3-0.6B"'),
-        ('[trainer.loss]\ntype = "default"', 'expected importance ... `type = "custom"` ... Leave it out'),
-        ("[trainer.loss]\ndppo_mask_low = 0.2", '`type = "custom"` ... `ratio_low`'),
-        ("[trainer.loss]\nadv_tau = 1.0", "Remove it: advantages"),
-        (
-            '[[orchestrator.train.source]]\nname = "a"\n[deployment]\n',
-            "write `orchestrator.env`. ... Set `inference_gpus`",
-        ),
-        ("[trainer.model.experimental.lora]\nrank = 8", "`trainer.model.lora`"),
         ("orchestrator.zero_truncated_completions = true", "not here ... `orchestrator.filters.truncated`"),
-        ("orchestrator.zero_truncated_completions = false", "Remove it"),
-        ('orchestrator.buffer.type = "online-difficulty"', "`orchestrator.buffer.online_difficulty_filtering = true`"),
-        ("orchestrator.train.sampling.max_completion_tokens = 6", "write `orchestrator.sampling.max_tokens`"),
-        ('[[orchestrator.eval.env]]\nid = "a"\ngroup_size = 2', "`orchestrator.eval.rollouts_per_example`"),
         ('orchestrator.client.base_url = ["http://h/v1"]', "`hosts.inference`"),
-        (
-            "orchestrator.max_inflight_rollouts = 9",
-            "`orchestrator.env.max_concurrent` ... `orchestrator.max_concurrent`",
-        ),
-        ("trainer.optim.betas1 = 0.9", "`trainer.optim.betas = [0.9, 0.999]`"),
-        ("inference.vllm_extra.seed = 1", "`inference.args`"),
         ("trainer.unheard_of.batch_size = 2", "Nothing here is set by that name"),
-        ('[model]\nimpl = "custom"\n[model.vlm]\nvision_encoder_attr = "model.visual"', "by its class in transformers"),
         ("max_steps = 1\n\n[model]\nname = tiny\n", "a.toml, line 4 ... `name = tiny` ... Text needs quotes"),
         pytest.param("max_steps = " + "[" * 80 + "]" * 80, "levels deep", id="deep list"),
         pytest.param("[inference.args]\n" + ".".join("a" * 1_000) + " = 1", "levels deep", id="deep table"),
@@ -278,7 +255,6 @@ def test_a_mistake_in_a_file_is_named_with_the_file_and_the_remedy(text, words):
         ("@ half.json", "half.json, line 1: not valid JSON"),
         ("@ odd.toml --trainer.optim.lr 1", "`trainer = [1]` - expected table"),
         ("--trainer.optim.learning-rate 1", "unknown flag `--trainer.optim.learning-rate` ... `--trainer.optim.lr`?"),
-        ("--tokenizer.name x", "Did you mean `--trainer.tokenizer.name`"),
         ("--no-resumee", "Did you mean `--resume`"),
         ("--orchestrator.env.0.idd x", "Did you mean `--orchestrator.env.id`"),
         ("--beta 1", "Did you mean `--trainer.loss.beta`"),

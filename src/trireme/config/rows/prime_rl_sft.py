@@ -1,0 +1,147 @@
+"""Rows of prime-rl's `sft` and `evals`, which have tables of `rl` at their top."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trireme.config.rows.prime_rl import (
+    AUTUMN,
+    ENGINES,
+    NO_MATTER,
+    RUN,
+    TRAINER,
+    of_evaluation,
+    of_renderer,
+    of_sampling,
+    of_sources,
+)
+from trireme.config.rows.rules import HARDWARE, on_gpus, only
+from trireme.config.rows.sources import set_count
+from trireme.config.translation import Refused, Row, Settings, refused, value_at
+
+
+def set_sources(name: str, table: dict[str, Any]) -> Settings:
+    """One data set, or several subsets and splits of it, each of which is a source here."""
+    data = table.get("data", {})
+    subsets, splits = (data.get(key) or [None] for key in ("subsets", "splits"))
+    if data.get("probabilities") and len(subsets) * len(splits) > 1:
+        raise Refused("its `probabilities` are not here: `[[source]]` has `repeat`, how often an epoch holds each.")
+    if len(subsets) == len(splits) == 1:
+        given = {"data": name, "subset": subsets[0], "split": splits[0]}
+        return {key: value for key, value in given.items() if value is not None}
+
+    # They are zipped if there are as many of one as of the other, else each subset has each split.
+    longest = max(len(subsets), len(splits))
+    pairs = [(subsets[i % len(subsets)], splits[i % len(splits)]) for i in range(longest)]
+    keys = ("subset", "split")
+    return {
+        "source": [
+            {"data": name} | {key: value for key, value in zip(keys, pair, strict=True) if value is not None}
+            for pair in pairs
+        ]
+    }
+
+
+def set_rows(samples: int, table: dict[str, Any]) -> Settings:
+    return {"micro_batch_tokens": samples * (value_at(table, ("data", "seq_len")) or table.get("seq_len") or 128)}
+
+
+def set_roles(mask: dict[str, bool], table: dict[str, Any]) -> Settings:
+    usual = {"system": False, "user": False, "assistant": True, "tool": False}
+    return {"loss_on": [role for role, trains in (usual | mask).items() if trains]}
+
+
+def check_type(kind: str, table: dict[str, Any]) -> str:
+    if kind == "fake":
+        raise Refused(
+            "there are no made-up data here. `trireme plan` tells the memory of a run, and a .py file with "
+            "`conversations()` makes any data: `--data FILE.py`."
+        )
+    return "conversations"
+
+
+DATA = (
+    Row("data.path", "data"),
+    Row("data.file", "data"),
+    Row("data.name", set_sources),
+    Row("data.type", check_type),
+    Row("data.seq_len", "seq_len"),
+    Row("data.batch_size", "batch_size"),
+    Row("data.micro_batch_size", set_rows, "samples of full length"),
+    Row("data.num_workers", None, HARDWARE),
+    Row("data.subsets", None, "in `data.name`"),
+    Row("data.splits", None, "in `data.name`"),
+    Row("data.probabilities", only(None, "`[[source]]` has `repeat`, how often an epoch holds each.")),
+    Row("data.stopping_strategy", only("all_exhausted", "an epoch holds all. `[[source]]` has `repeat`.")),
+    Row("data.shuffle", only(True, "conversations come in a new order in each epoch. Remove it.")),
+    Row("data.seed", "seed"),
+    Row("data.pack_function", None, "samples are packed into rows"),
+    Row("data.loss_mask", set_roles),
+    Row("data.source[].dataset", "source[].data", since=AUTUMN),
+    Row("data.source[].name", "source[].data", since=AUTUMN),
+    Row("data.source", "source", since=AUTUMN),
+    Row("val.interval", "validation_interval"),
+    Row("val.eval_on_start", None, "measured before the first step, and after the last"),
+    Row("val.data.name", "validation"),
+    Row("val.data.splits", lambda splits, table: {"validation_split": splits[0]}),
+    Row("val.data", None, "as in training"),
+    Row("loss_impl", None, NO_MATTER),
+    Row("weight_broadcast", None, "the engine of an evaluation reads what the trainer has written"),
+    Row("model.seq_len", "seq_len"),
+    Row("dist_timeout_seconds", None, "ranks wait for each other as long as torch does"),
+    Row("tokenizer.chat_template", "chat_template"),
+    Row("deployment.num_train_gpus", on_gpus("num_ranks")),
+    Row("deployment.num_infer_gpus", None, "an evaluation shares the trainer's GPUs"),
+    Row("deployment.num_eval_gpus", None, "an evaluation shares the trainer's GPUs"),
+    *of_evaluation("eval"),
+    refused("eval.client", ENGINES),
+    Row("eval.env_server_base_port", None, "workers of environments need no ports"),
+    *of_renderer("renderer", "chat_template_kwargs"),
+)  # fmt: skip
+
+
+def _at_the_top(row: Row) -> Row:
+    """Return a row of `[trainer]` for `sft`, which has its keys at the top."""
+    ours = row.ours.removeprefix("trainer.") if isinstance(row.ours, str) else row.ours
+    return replace(row, theirs=row.theirs.removeprefix("trainer."), ours=ours)
+
+
+_OF_RL = ("trainer.data", "trainer.loss", "trainer.dist_timeout_seconds", "trainer.max_concurrent_runs")
+_OF_BOTH = {"ckpt", "resume", "run", "clean", "dry_run", "bench", "log", "monitors", "prime_monitor", "wandb", "slurm"}
+_OF_BOTH |= {"deployment", "tokenizer"}
+PRIME_RL_SFT = (
+    *DATA,
+    *(_at_the_top(row) for row in TRAINER if not row.theirs.startswith(_OF_RL)),
+    *(_at_the_top(row) for row in RUN if row.theirs.partition(".")[0] in _OF_BOTH),
+)
+
+PRIME_RL_EVALS = (
+    Row("eval.source", "env"),
+    Row("model", lambda model, table: {"model" if isinstance(model, dict) else "model.name": model}),
+    Row("client.base_url", lambda url, table: {"client.base_url": url[0] if isinstance(url, list) and url else url}),
+    Row("use_tqdm", None, NO_MATTER),
+    Row("save", None, "results are in the run's folder"),
+    Row("save_to_disk", None, "results are in the run's folder"),
+    Row("reasoning_field", None, "thinking is read wherever the server puts it"),
+    Row("eval.client.base_url", "client.base_url"),
+    Row("eval.client.api_key_var", "client.api_key_var"),
+    Row("eval.client", None, NO_MATTER),
+    Row("eval.concurrency.max_inflight", "max_concurrent"),
+    Row("eval.concurrency", None, "`max_concurrent` bounds the rollouts under way"),
+    Row("eval.interval", None, "`steps` names those to evaluate"),
+    Row("eval.env_server_base_port", None, "workers of environments need no ports"),
+    Row("eval.sampling", "sampling"),
+    Row("env[].rollouts_per_example", "rollouts_per_example"),
+    Row("env[].group_size", "rollouts_per_example"),
+    Row("env[].num_examples", set_count("num_examples")),
+    Row("eval.group_size", "rollouts_per_example"),
+    Row("eval.num_examples", set_count("num_examples")),
+    Row("num_examples", set_count("num_examples")),
+    refused("online", "`uv run eval --weights-dir FOLDER` evaluates what a run has written. Remove it."),
+    Row("monitors", None, "results are in the run's folder"),
+    Row("log", None, NO_MATTER),
+    Row("weight_broadcast", None, NO_MATTER),
+    *of_sampling("sampling"),
+    *of_sources("env", trains=False),
+)  # fmt: skip

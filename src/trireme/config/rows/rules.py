@@ -1,0 +1,298 @@
+"""Rules for keys whose values have to be computed. Each returns our keys with values, or why there is no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import PurePath
+from typing import Any
+
+from trireme.base.devices import Devices, detect_devices
+from trireme.config.translation import Refused, Rule, Settings, value_at
+
+NO_GPU = "this machine shows no GPU"
+HARDWARE = "tunes hardware only"
+ALWAYS = "always so here"
+
+
+_MACHINE: ContextVar[Devices | None] = ContextVar("machine", default=None)
+
+
+@contextmanager
+def on_machine(devices: Devices) -> Iterator[None]:
+    """Translate for other devices than those of this machine, such as a cluster's."""
+    before = _MACHINE.set(devices)
+    try:
+        yield
+    finally:
+        _MACHINE.reset(before)
+
+
+def has_gpus() -> bool:
+    return bool((_MACHINE.get() or detect_devices()).gpus)
+
+
+def is_off(value: Any) -> bool:
+    """Return whether a value means nothing: "None" is how prime-rl writes it in TOML."""
+    return value in (None, False, "none", "None", "null", "false")
+
+
+def value_of(table: dict[str, Any], process: str, *names: str) -> dict[str, Any]:
+    """Return a table of a process, which `sft` has at its top; an empty one if there is none."""
+    found = value_at(table, (process, *names)) or value_at(table, names)
+    return found if isinstance(found, dict) else {}
+
+
+def to(ours: str, values: dict[Any, Any] | None = None) -> Rule:
+    """Return a rule that gives our key the value that stands for theirs; others are taken as they are."""
+    return lambda value, table: {ours: (values or {}).get(value, value)}
+
+
+def on_gpus(ours: str) -> Rule:
+    """Return a rule for a key that counts on a machine with GPUs only."""
+    return lambda value, table: {ours: value} if has_gpus() else NO_GPU
+
+
+def only(value: Any, otherwise: str, words: str = ALWAYS) -> Rule:
+    """Return a rule for a key that has one value here.
+
+    Args:
+        otherwise: what to do instead of another value.
+        words: why this value needs no key.
+    """
+
+    def rule(given: Any, table: dict[str, Any]) -> str:
+        if given == value or (value is None and is_off(given)):
+            return words
+        raise Refused(otherwise)
+
+    return rule
+
+
+def switch(ours: str, value: Any, off: Any = None) -> Rule:
+    """Return a rule that gives our key a value if theirs is on, be it true or a table."""
+
+    def rule(given: Any, table: dict[str, Any]) -> Settings | str:
+        if not is_off(given):
+            return {ours: value}
+        return {ours: off} if off is not None else "off here too"
+
+    return rule
+
+
+# models and lengths
+
+
+def set_name_of_policy(name: str, table: dict[str, Any]) -> Settings | str:
+    """`[orchestrator.model] name` is the name that the engine serves the policy under."""
+    if value_at(table, ("inference", "vllm", "model")) or value_at(table, ("inference", "model", "name")):
+        return "the engine's own table names its model"
+    differs = value_at(table, ("trainer", "model", "name"), name) != name
+    return {"inference.model.name" if differs else "model.name": name}
+
+
+def set_seq_len(seq_len: int, table: dict[str, Any]) -> Settings | str:
+    """The orchestrator's own length takes precedence over that of the run."""
+    if value_at(table, ("orchestrator", "seq_len")) not in (None, seq_len):
+        return "`orchestrator.seq_len` takes precedence, as there"
+    return {"seq_len": seq_len}
+
+
+def set_row_length(seq_len: int, table: dict[str, Any]) -> Settings | str:
+    """`[trainer.model] seq_len` sizes nothing there if the orchestrator has a length of its own: it packs the rows."""
+    of_run = value_at(table, ("orchestrator", "seq_len")) or value_at(table, ("seq_len",))
+    return "rows are as long as `seq_len`, by which the orchestrator packs them" if of_run else {"seq_len": seq_len}
+
+
+THEIRS = {"deployment", "slurm", "monitors", "ckpt", "run"}
+"""Tables that files of prime-rl have and ours do not."""
+
+
+def lacks_gpus(table: dict[str, Any]) -> bool:
+    """Return whether a file of prime-rl, which is for GPUs, is read on a machine without any."""
+    return bool(THEIRS & table.keys()) and not has_gpus()
+
+
+def set_attention(attn: str, table: dict[str, Any]) -> Settings | str:
+    if attn == "auto":
+        return "the attention is chosen by model and device"
+    if attn.startswith("flash") and lacks_gpus(table):
+        return NO_GPU
+    if attn == "flash_attention_4":
+        return {"trainer.model.attn": "flash_attention_3"}
+    return {"trainer.model.attn": attn}
+
+
+def set_compile(value: Any, table: dict[str, Any]) -> Settings | str:
+    if isinstance(value, dict) and lacks_gpus(table):
+        return NO_GPU
+    return {"trainer.model.compile": True if isinstance(value, dict) else False if is_off(value) else value}
+
+
+def set_recomputation(value: Any, table: dict[str, Any]) -> Settings:
+    """`targets` of `selective` are chosen here: what matrix products and attention return is kept."""
+    if not isinstance(value, dict):
+        return {"trainer.model.ac": None if is_off(value) else value}
+    return {"trainer.model.ac": {key: each for key, each in value.items() if key != "targets"}}
+
+
+def set_experts(ep: Any, table: dict[str, Any]) -> Settings | str:
+    return "experts are sharded by FSDP over all ranks" if ep != 1 else {"trainer.model.ep": 1}
+
+
+def set_head_chunk(chunk: Any, table: dict[str, Any]) -> Settings | str:
+    is_number = isinstance(chunk, int) and not isinstance(chunk, bool)
+    return {"trainer.model.head_chunk": chunk} if is_number else "logits are always computed in chunks"
+
+
+def set_grouped(grouped: bool, table: dict[str, Any]) -> Settings:
+    return {"trainer.model.moe.implementation": "grouped_mm" if grouped else "eager"}
+
+
+def use_deep_gemm(wanted: bool, table: dict[str, Any]) -> Settings | str:
+    return {"inference.env_vars.VLLM_USE_DEEP_GEMM": "1"} if wanted else "off here too"
+
+
+# the optimizer
+
+
+def set_betas(value: Any, table: dict[str, Any]) -> Settings:
+    """Both of AdamW's decays, of which a file may give one."""
+    optim = value_of(table, "trainer", "optim")
+    second = 0.95 if optim.get("type") == "muon" else 0.999
+    first, last = (optim.get("betas1", optim.get("beta1", 0.9)), optim.get("betas2", optim.get("beta2", second)))
+    return {"trainer.optim.betas": [first, last]}
+
+
+def set_momentum(value: float, table: dict[str, Any]) -> Settings:
+    return {"trainer.optim.betas": [value, 0.999]}
+
+
+def set_max_norm(value: Any, table: dict[str, Any]) -> Settings:
+    return {"trainer.optim.max_norm": "inf" if is_off(value) else value}
+
+
+def set_schedule(value: str, table: dict[str, Any]) -> Settings:
+    """prime-rl's `linear` stays, then falls over the last `decay_steps`: our `wsd`. Ours falls from the first step."""
+    scheduler = value_of(table, "trainer", "scheduler")
+    is_theirs = value == "linear" and "decay_steps" in scheduler
+    return {"trainer.scheduler.type": "wsd" if is_theirs else value}
+
+
+# checkpoints
+
+
+def resume(value: Any, table: dict[str, Any]) -> Settings:
+    """`[resume]`: from the newest checkpoint, that of a step, or one of another run's folder."""
+    if not isinstance(value, dict):
+        return {"resume": value}
+    step, settings = value.get("step"), Settings()
+    if folder := value.get("dir"):
+        # Their folder is that of one step; ours is the run's.
+        place = PurePath(folder)
+        name = place.name.removeprefix("step_")
+        step = int(name) if name.isdigit() and step is None else step
+        run = place.parent.parent if name.isdigit() and place.parent.name == "checkpoints" else place
+        settings["resume_from"] = str(run)
+    if unknown := value.keys() - {"step", "dir"}:
+        raise Refused(f"expected `step` and `dir`. Remove `{sorted(unknown)[0]}`.")
+    return settings | ({"trainer.ckpt.resume_step": step} if step is not None else {} if settings else {"resume": True})
+
+
+SKIPPED = {"optimizer": "optimizer", "scheduler": "scheduler", "dataloader": "data", "progress": "progress"}
+
+
+def skip(value: Any, table: dict[str, Any]) -> Settings | str:
+    """Collect the `skip_X = true` of all tables of checkpoints."""
+    tables = [value_at(table, (*above, "ckpt"), {}) for above in ((), ("trainer",), ("orchestrator",))]
+    found = [ours for theirs, ours in SKIPPED.items() if any(each.get(f"skip_{theirs}") is True for each in tables)]
+    return {"trainer.ckpt.resume_without": found} if found else "off here too"
+
+
+# logs and monitors
+
+
+def set_mode(offline: Any, table: dict[str, Any]) -> Settings | str:
+    return {"wandb.mode": "offline"} if offline is True else "W&B is online unless `wandb.mode` says otherwise"
+
+
+def set_level(level: str, table: dict[str, Any]) -> Settings:
+    return {"log_level": {"trace": "debug", "warn": "warning", "critical": "error"}.get(level.lower(), level.lower())}
+
+
+def name_run(name: Any, table: dict[str, Any]) -> Settings | str:
+    return "`run.dir` names the folder" if value_at(table, ("run", "dir")) else {"name": name}
+
+
+# the machines
+
+
+def set_transport(kind: str, table: dict[str, Any]) -> Settings | str:
+    if kind == "nixl" or (kind == "nccl" and not has_gpus()):
+        return f"{NO_GPU if kind == 'nccl' else 'there is no NIXL here'}: weights travel as `auto` says"
+    return {"weight_broadcast.type": kind}
+
+
+def set_deployment(kind: str, table: dict[str, Any]) -> str:
+    if kind == "single_node":
+        return "one machine, as without `[hosts]`"
+    return (
+        "this command starts everything on one machine; `trireme submit FILE --on slurm --nodes N` asks for several, "
+        "and `[hosts]` names them"
+    )
+
+
+# conversations
+
+
+def retain_thinking(variables: str) -> Rule:
+    """Return a rule by which earlier thinking stays, by the variable that the template of a family has for it.
+
+    Args:
+        variables: our table of variables of the chat template.
+    """
+
+    def rule(kept: Any, table: dict[str, Any]) -> Settings | str:
+        if is_off(kept) or kept == "tool_cycle":  # `preserve_all_thinking = true` of v0.6 is "all"
+            return "earlier thinking stays as far as the model's chat template keeps it"
+        name = value_of(table, "orchestrator", "renderer").get("name", "auto")
+        for family, (variable, value) in KEEPS_THINKING.items():
+            if name.startswith(family):
+                return {f"{variables}.{variable}": value}
+        raise Refused(
+            "the model's own chat template decides what stays of earlier thinking, and none of its variables is known "
+            f"for renderer `{name}`. Give the model a template that keeps thinking, or set "
+            '`orchestrator.trajectory_strategy = "branching"`, which trains each turn as the template renders it.'
+        )
+
+    return rule
+
+
+KEEPS_THINKING = {
+    "glm-5": ("clear_thinking", False),
+    "nemotron-3": ("truncate_history_thinking", False),
+    "qwen3.6": ("preserve_thinking", True),
+}
+"""Renderers by the beginning of their names, and the variable of the template by which thinking stays."""
+
+
+def set_parser(kind: str) -> Rule:
+    def rule(name: Any, table: dict[str, Any]) -> Settings | str:
+        return AUTO_PARSER[kind] if name == "auto" else {f"inference.model.{kind}": None if is_off(name) else name}
+
+    return rule
+
+
+AUTO_PARSER = {
+    "tool_call_parser": "the hermes form of tool calls is read unless a parser is named",
+    "reasoning_parser": "thinking is content unless a parser is named",
+}
+
+
+def set_buffer(kind: str, table: dict[str, Any]) -> Settings | str:
+    if kind == "online-difficulty":
+        return {"orchestrator.buffer.online_difficulty_filtering": True}
+    if kind == "difficulty-pool":
+        return {"orchestrator.buffer.pools": {}}
+    return "every example comes equally often"
