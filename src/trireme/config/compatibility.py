@@ -103,8 +103,6 @@ def keys_for(name: str) -> list[str]:
 
 _BETAS = "Write both as one key: `trainer.optim.betas = [0.9, 0.999]`, with your two values."
 _ROUNDS = "Retries are counted as attempts here: `orchestrator.max_rollout_attempts`, which is one more."
-_ONE_SAMPLING = "Not here for one environment: `orchestrator.sampling` holds for all of training."
-_ONE_GROUP = "Not here for one environment: `orchestrator.rollouts_per_example` holds for all of training."
 _ALWAYS = "Remove it: this is always so here."
 _NO_EFFECT = "Remove it: nothing that is trained depends on it, and there is no such thing here."
 _UNDER_WAY = (
@@ -196,25 +194,19 @@ ELSEWHERE: dict[str, Answer] = {
     "orchestrator.train.filter_zero_advantages": "orchestrator.filters.zero_advantage",
     "orchestrator.env.ratio": "orchestrator.env.weight",
     "orchestrator.env.max_retries": _ROUNDS,
-    "orchestrator.env.sampling": _ONE_SAMPLING,
-    "orchestrator.env.group_size": _ONE_GROUP,
-    "orchestrator.env.rollouts_per_example": _ONE_GROUP,
+    "orchestrator.env.group_size": "orchestrator.env.rollouts_per_example",
     "orchestrator.env.num_examples": "How many examples there are is an argument of the environment: its `args`.",
     "orchestrator.env.extra_env_kwargs": "orchestrator.env.args",
     "orchestrator.env.env.taskset.id": "orchestrator.env.id",
     "orchestrator.env.env.agent.max_turns": "orchestrator.env.max_turns",
     "orchestrator.env.env.agent": "`orchestrator.env.agent` has the keys of a program that plays the rollouts.",
     "orchestrator.env.env": "The keys of its task set are `orchestrator.env.args`.",
-    "orchestrator.env.algo": f"Not here for one environment. {_ALGORITHM}",
-    "orchestrator.env.curriculum": "Not here for one environment: `orchestrator.buffer` and `orchestrator.filters`.",
+    "orchestrator.env.algo": "A source has its own `advantage`, `loss`, `length_penalty` and `teacher`.",
+    "orchestrator.env.curriculum": "A source has its own `buffer` and `filters`.",
     "orchestrator.env.address": "Not here: each environment runs in worker processes that the orchestrator starts.",
     "orchestrator.env_mix.probabilities": "Write each environment's share as `orchestrator.env.weight`.",
     "orchestrator.eval.source": "orchestrator.eval.env",
-    "orchestrator.eval.env.group_size": "orchestrator.eval.rollouts_per_example",
-    "orchestrator.eval.env.rollouts_per_example": "orchestrator.eval.rollouts_per_example",
-    "orchestrator.eval.env.num_examples": "orchestrator.eval.num_examples",
-    "orchestrator.eval.env.interval": "orchestrator.eval.interval",
-    "orchestrator.eval.env.sampling": "orchestrator.eval.sampling",
+    "orchestrator.eval.env.group_size": "orchestrator.eval.env.rollouts_per_example",
     "orchestrator.eval.env.env.taskset.id": "orchestrator.eval.env.id",
     "orchestrator.eval.env.env.agent": "`orchestrator.eval.env.agent` has the keys of a program.",
     "orchestrator.eval.env.env": "The keys of its task set are `orchestrator.eval.env.args`.",

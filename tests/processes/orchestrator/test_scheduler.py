@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,27 @@ def test_a_stale_group_never_reaches_a_batch(tmp_path):
     records = whole_batches_of(outcome, reasons=("stale: begun under version 0",))
     assert sum(len(record.dropped) for record in records) == 4
     assert max(lags_of(outcome)) <= 1
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_sources_fill_batches_with_groups_of_their_own_sizes(tmp_path, level):
+    """As a journal, it is audited by the rules of each source."""
+    toy = str(tmp_path / "toy.py")
+    own = {"rollouts_per_example": 3, "sampling": {"temperature": 0.5, "max_tokens": 4}, "advantage": {"type": "rae"}}
+    own |= {"filters": {"truncated": "mask"}, "buffer": {"pools": {}}, "length_penalty": {"type": "group_linear"}}
+    env = [{"id": toy, "name": "say"}, {"id": toy, "name": "own", **own}]
+    config = build_config(tmp_path, EVEN_ONES_FAIL, max_steps=6, max_async_level=level, orchestrator={"env": env})
+    outcome = audited(run(config))
+    for record in outcome.records:
+        sizes = Counter((rollout.env, rollout.group) for rollout in record.rollouts)
+        assert {size for (name, _), size in sizes.items() if name == "own"} <= {3}
+        assert {size for (name, _), size in sizes.items() if name == "say"} <= {4}
+        assert 8 <= len(record.rollouts) <= 8 + 3
+        assert {rollout.temperature for rollout in record.rollouts if rollout.env == "own"} <= {0.5}
+    assert {rollout.env for record in outcome.records for rollout in record.rollouts} == {"say", "own"}
+    assert set(outcome.records[-1].state.scores) == set(outcome.records[-1].state.baselines) == {"own"}
+    asked = {(each.sampling["temperature"], each.sampling["max_tokens"]) for each in outcome.engine.requests}
+    assert asked == {(1.0, 8), (0.5, 4)}
 
 
 def test_a_group_that_fails_is_dropped_and_replaced(tmp_path):

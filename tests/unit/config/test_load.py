@@ -235,7 +235,7 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
         ("orchestrator.zero_truncated_completions = false", "Remove it"),
         ('orchestrator.buffer.type = "online-difficulty"', "`orchestrator.buffer.online_difficulty_filtering = true`"),
         ("orchestrator.train.sampling.max_completion_tokens = 6", "write `orchestrator.sampling.max_tokens`"),
-        ('[[orchestrator.eval.env]]\nid = "a"\ngroup_size = 2', "`orchestrator.eval.rollouts_per_example`"),
+        ('[[orchestrator.eval.env]]\nid = "a"\ngroup_size = 2', "`orchestrator.eval.env.rollouts_per_example`"),
         ('orchestrator.client.base_url = ["http://h/v1"]', "`hosts.inference`"),
         (
             "orchestrator.max_inflight_rollouts = 9",

@@ -88,7 +88,7 @@ def test_the_effective_batch_is_constant_under_any_mix_of_drops(fates: list[str]
     handed_out = numbers[: len(numbers) - len(queue.groups)]
     good = sorted(number for number in handed_out if fates[number] == "good")
 
-    assert len(good) == GROUPS == queue.num_accepted
+    assert (len(good), queue.num_accepted) == (GROUPS, GROUPS * SIZE)
     assert [(r.group, r.place) for r in filled.rollouts] == [(n, p) for n in good for p in range(SIZE)]
     assert min(rollout.oldest_version for rollout in filled.rollouts) >= STEP - ALLOWED
     dropped = sorted((drop.group, drop.place, drop.reason) for drop in filled.dropped)
@@ -97,6 +97,35 @@ def test_the_effective_batch_is_constant_under_any_mix_of_drops(fates: list[str]
     assert queue.refused == [REASONS[fates[number]] for number in refused]
     ended = sorted(number for number in handed_out if fates[number] not in ("stale", "given up"))
     assert [outcome.group for outcome in filled.outcomes] == ended
+
+
+SOURCES = [
+    {"id": "a", "buffer": FILTERS, "advantage": {"type": "rae", "decay": 0.5}},
+    {"id": "b", "rollouts_per_example": 2, "filters": {"zero_advantage": "mask"}},
+]
+
+
+def source_group(number: int, env: str, rewards: list[float]) -> Group:
+    group = Group(task=OpenGroup(number, env, 0), issued_at=STEP)
+    group.rollouts = [rollout(number, reward, [STEP], env=env, place=p) for p, reward in enumerate(rewards)]
+    return group
+
+
+def test_whole_groups_fill_a_batch_until_it_is_reached() -> None:
+    """Six rollouts: 2, dropped by its source's own filter, 2, 3; the last group exceeds it by one."""
+    groups = [source_group(3, "b", [0.5, 0.5]), source_group(0, "a", [0.5] * 3), source_group(1, "b", [0.0, 1.0])]
+    groups += [source_group(2, "a", [1.0, 0.0, 1.0]), source_group(4, "b", [1.0, 0.0])]
+    filled, queue = fill(config_of(env=SOURCES), groups)
+    assert [(each.env, each.group) for each in filled.rollouts] == [("b", 1)] * 2 + [("a", 2)] * 3 + [("b", 3)] * 2
+    assert (queue.num_accepted, len(queue.groups)) == (7, 1)
+    assert {(drop.env, drop.reason) for drop in filled.dropped} == {("a", REASONS["flat"])}
+    assert len(filled.dropped) == SIZE
+
+    # b: against its group; a: against its running mean, 0, 0.5, 0.25
+    found = [float(each.samples[0].advantages[-1]) for each in filled.rollouts]
+    assert found == [-0.5, 0.5, 1.0, -0.5, 0.75, 0.0, 0.0]
+    assert filled.baselines == {"a": 0.625}
+    assert [each.masked for each in filled.rollouts] == [None] * 5 + ["zero_advantage"] * 2
 
 
 def test_flawed_rollouts_are_counted_or_masked_as_configured(caplog) -> None:
@@ -146,6 +175,8 @@ def test_the_metrics_of_a_batch_by_hand() -> None:
     lags = [0, 0, 0, 1, 2, 2, 2, 3]
     of_a = {"solve_none": 0, "solve_all": 0, "tokens_mean": 2.0, "truncated_frac": 0.5, "turns_mean": 2.0}
     of_b = {"solve_none": 0, "solve_all": 1, "tokens_mean": 2.0, "truncated_frac": 0}  # its turns were not counted
+    of_a |= {"rollouts": 2, "lag_mean": 0.25, "masked_frac": 0.5}
+    of_b |= {"rollouts": 2, "lag_mean": 2.25, "masked_frac": 0.0}
     assert found == pytest.approx(
         under("reward", mean=0.75, std=np.sqrt(3) / 4, min=0.0, max=1.0, group_std=0.25)  # of groups: 0.5 and 0
         | under("lag", mean=np.mean(lags), max=3, beyond_frac=4 / 8)  # beyond the step that generation runs ahead
