@@ -37,7 +37,7 @@ class Columns:
     def only(self, which: torch.Tensor) -> Columns:
         """Return the tokens for which [K] bool `which` is set. Samples keep their numbers."""
         names = [each.name for each in fields(self) if isinstance(getattr(self, each.name), torch.Tensor)]
-        return replace(self, **{name: getattr(self, name)[which] for name in names})
+        return replace(self, **{name: getattr(self, name)[..., which] for name in names})
 
     def sample_sums(self, values: torch.Tensor) -> torch.Tensor:
         """[K] float64: for each token the sum over its sample. A sample is never split over rows."""

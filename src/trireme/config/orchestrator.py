@@ -372,14 +372,19 @@ class EvaluatedEnvironment(Environment):
     """`[[orchestrator.eval.env]]`: an environment to evaluate. Its keys go over those of `[orchestrator.eval]`."""
 
     interval: PositiveInt | None = None
-    """Evaluate it every this many versions; as `orchestrator.eval.interval` if not set."""
-    rollouts_per_example: PositiveInt | None = None
+    """Evaluate it every this many versions, with `none` only first and last; as `orchestrator.eval.interval` if not
+    set."""
+    rollouts_per_example: PositiveInt = 1
     """Completions of each of its examples; as `orchestrator.eval.rollouts_per_example` if not set."""
     num_examples: PositiveInt | None = None
-    """Its first examples, all if it has fewer; as `orchestrator.eval.num_examples` if not set."""
-    eval_base: bool | None = None
+    """Its first examples, all with `none`; as `orchestrator.eval.num_examples` if not set."""
+    eval_base: bool = True
     """Evaluate version 0 too; as `orchestrator.eval.eval_base` if not set."""
     sampling: Sampling | None = None
+
+
+EVALUATION_KEYS = ("interval", "rollouts_per_example", "num_examples", "eval_base")
+"""Keys of `[orchestrator.eval]` that its environments may have too, besides `sampling`."""
 
 
 class Evaluation(Section):
@@ -408,9 +413,10 @@ class Evaluation(Section):
     def of(self, environment: str) -> Evaluation:
         """Return the evaluation of one environment: with the keys of its own table, if it has one, over these."""
         own = next((each for each in self.env if each.resolved_name == environment), None)
-        keys = ("interval", "rollouts_per_example", "num_examples", "eval_base")
-        given = {key: value for key in keys if (value := getattr(own, key, None)) is not None}
-        return self.model_copy(update=given | {"sampling": merged(self.sampling, own.sampling if own else None)})
+        if own is None:
+            return self
+        given = {key: getattr(own, key) for key in EVALUATION_KEYS if key in own.model_fields_set}
+        return self.model_copy(update=given | {"sampling": merged(self.sampling, own.sampling)})
 
 
 class StatusServer(Section):

@@ -23,7 +23,14 @@ from trireme.config.inference import low_bit_error
 from trireme.config.losses import resolve_loss
 from trireme.config.model.folder import needs_eager, read_config
 from trireme.config.model.state_layers import dtype_on_cpu
-from trireme.config.orchestrator import SOURCE_TABLES, Evaluation, Source, template_fallback
+from trireme.config.orchestrator import (
+    EVALUATION_KEYS,
+    SOURCE_TABLES,
+    EvaluatedEnvironment,
+    Evaluation,
+    Source,
+    template_fallback,
+)
 from trireme.config.run import Model, RunConfig, place_of
 from trireme.config.section import AnySection
 from trireme.config.sft import SftConfig
@@ -308,16 +315,16 @@ def _environments(config: RunConfig) -> Values:
         if "temperature" not in evaluation.sampling.model_fields_set:
             values["orchestrator.eval.sampling.temperature"] = Evaluation().sampling.temperature
 
-        # Environments that are evaluated with other sampling take the rest from what was filled in above.
-        whole = updated(
-            evaluation, {key.removeprefix("orchestrator.eval."): values[key] for key in values if ".eval." in key}
-        )
-        values["orchestrator.eval.env"] = tuple(
-            updated(each, {"name": each.resolved_name})
-            if each.sampling is None
-            else updated(each, {"name": each.resolved_name, "sampling": whole.of(each.resolved_name).sampling})
-            for each in evaluation.env
-        )
+        # Each environment's own keys over those of all, so that the file says what holds for it.
+        above = "orchestrator.eval."
+        whole = updated(evaluation, {key.removeprefix(above): values[key] for key in values if key.startswith(above)})
+
+        def evaluated(each: EvaluatedEnvironment) -> EvaluatedEnvironment:
+            own = whole.of(each.resolved_name)
+            keys = (*EVALUATION_KEYS, *(["sampling"] if each.sampling is not None else []))
+            return updated(each, {"name": each.resolved_name, **{key: getattr(own, key) for key in keys}})
+
+        values["orchestrator.eval.env"] = tuple(map(evaluated, evaluation.env))
     return values
 
 

@@ -8,16 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from support.engines.fake_engine import PATIENCE_S, Asked, answer_at_random
 from support.runs.whole_run import WholeRun, build_config, entries, run
+from support.runs.written_run import rewrite_batch
 from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.journal.records import BatchRecord, OpenGroup
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, OpenGroup, Rollout
 from trireme.monitor.metrics import read_metrics
 from trireme.orchestrator.evaluation.results import read_eval_results, results_path
 from trireme.orchestrator.scheduler import Scheduler
@@ -111,6 +114,19 @@ def test_a_stale_group_never_reaches_a_batch(tmp_path):
     assert max(lags_of(outcome)) <= 1
 
 
+def of_own(record: BatchRecord) -> Rollout:
+    return next(rollout for rollout in record.rollouts if rollout.env == "own")
+
+
+SOURCE_FAULTS = {
+    "number of rollouts": lambda record: record.rollouts.__delitem__(slice(-len(record.rollouts) // 2, None)),
+    "temperature": lambda record: setattr(of_own(record), "temperature", 1.0),
+    "advantages": lambda record: setattr(of_own(record), "reward", of_own(record).reward + 0.5),
+    "place 3": lambda record: record.rollouts.append(msgspec.structs.replace(of_own(record), place=3)),
+}
+"""Changes of a batch that the run's rules allow, and those of a source do not; and a word of what is reported."""
+
+
 @pytest.mark.parametrize("level", [0, 2])
 def test_sources_fill_batches_with_groups_of_their_own_sizes(tmp_path, level):
     """As a journal, it is audited by the rules of each source."""
@@ -130,6 +146,13 @@ def test_sources_fill_batches_with_groups_of_their_own_sizes(tmp_path, level):
     assert set(outcome.records[-1].state.scores) == set(outcome.records[-1].state.baselines) == {"own"}
     asked = {(each.sampling["temperature"], each.sampling["max_tokens"]) for each in outcome.engine.requests}
     assert asked == {(1.0, 8), (0.5, 4)}
+
+    for words, plant in SOURCE_FAULTS.items():
+        step = next(record.step for record in outcome.records if any(one.env == "own" for one in record.rollouts))
+        whole = (path := Journal(config.paths.journal).path(step)).read_bytes()
+        rewrite_batch(config, step, plant)
+        assert words in audit_run(config.paths.root).text(), words
+        path.write_bytes(whole)
 
 
 def test_a_group_that_fails_is_dropped_and_replaced(tmp_path):

@@ -96,6 +96,21 @@ def test_a_written_run_with_sources_resolves_to_itself(config: RunConfig, tmp_pa
     assert config.orchestrator.env[2].sampling is None
 
 
+def test_an_environment_of_an_evaluation_takes_what_it_leaves_open() -> None:
+    given = "--orchestrator.env.0.id a --orchestrator.sampling.max-tokens 9 --orchestrator.eval.interval 4"
+    own = '{id = "b", interval = "none", num_examples = "none", sampling = {top_k = 3}}'
+    given += f" --orchestrator.eval.eval-base false --orchestrator.eval.env '[{{id = \"a\"}}, {own}]'"
+    evaluation = resolved(given).orchestrator.eval
+    assert evaluation is not None
+    first, second = evaluation.of("a"), evaluation.of("b")
+    assert (first.interval, first.num_examples, first.eval_base) == (4, 100, False)
+    assert (second.interval, second.num_examples, second.eval_base) == (None, None, False)
+    assert (first.sampling.top_k, second.sampling.top_k) == (None, 3)
+    assert second.sampling.max_tokens == first.sampling.max_tokens == 9
+    assert second.sampling.temperature == 0
+    assert evaluation.of("no such name") == evaluation
+
+
 def test_merging_again_changes_nothing() -> None:
     pairs = [
         (Buffer(pools={"easy_weight": 0.3}), Buffer(pools={"memory": 0.1})),

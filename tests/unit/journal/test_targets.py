@@ -72,6 +72,9 @@ def test_agent_run_is_compared_with_runs_of_the_same_agent():
     assert baselines == {"a/proposer": 3.0, "a/solver": 0.625}
     first, second = advantages(group)
     assert [part[-1] for part in first + second] == [0.75, -2.0, 0.75, -0.25, -0.25, 2.0, -0.25, -0.25]
+    within = {"advantage": "hierarchical_grpo", "episode_agents": ("solver",)}
+    first, second = advantages([episode(0, 1, 1, 0), episode(1, 5, 0, 0)], **within)
+    assert [part[-1] for part in first + second] == [0.5, -2.0, 0.5, -0.5, 0.0, 2.0, 0.0, 0.0]
     assert targets.why_not_worth_it([episode(0, 1, 1, 0), episode(1, 2, 0, 0)], rules) is None
     assert targets.why_not_worth_it([episode(0, 1, 0, 0), episode(1, 1, 0, 0)], rules) is not None  # but across agents
 
