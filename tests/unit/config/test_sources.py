@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> RunConfig:
     return resolved(f"@ {tmp_path / 'run.toml'}")
 
 
-def test_a_source_takes_every_key_that_it_does_not_give_from_the_run(config: RunConfig) -> None:
+def test_a_source_takes_every_key_that_it_does_not_give_from_the_run(config: RunConfig):
     run, own = config.orchestrator, config.of("own").orchestrator
     body = {"ignore_eos": True, "min_p": 0.5}
     assert own.sampling == Sampling(temperature=0.7, max_tokens=20, extra_body=body)
@@ -74,7 +74,7 @@ def test_a_source_takes_every_key_that_it_does_not_give_from_the_run(config: Run
         assert unchanged.trainer == config.trainer
 
 
-def test_a_loss_of_a_source_is_resolved_over_the_runs(config: RunConfig) -> None:
+def test_a_loss_of_a_source_is_resolved_over_the_runs(config: RunConfig):
     own, other = config.of("own").trainer.loss, config.of("other").trainer.loss
     assert (own.type, own.clip_low, own.clip_high) == ("grpo", 0.2, 0.5)
     assert (own.normalize, own.normalize_length) == ("constant", 20)  # by its own `max_tokens`
@@ -87,7 +87,7 @@ def test_a_loss_of_a_source_is_resolved_over_the_runs(config: RunConfig) -> None
     assert [*config.losses] == ["", "own", "other"]
 
 
-def test_a_written_run_with_sources_resolves_to_itself(config: RunConfig, tmp_path: Path) -> None:
+def test_a_written_run_with_sources_resolves_to_itself(config: RunConfig, tmp_path: Path):
     write_run(config, tmp_path / "run.json")
     assert read_run(RunConfig, tmp_path / "run.json") == config == resolve(config, CPU)
     again = load_run_config(["--run", str(tmp_path / "run.json")], program="rl")[0]
@@ -96,7 +96,7 @@ def test_a_written_run_with_sources_resolves_to_itself(config: RunConfig, tmp_pa
     assert config.orchestrator.env[2].sampling is None
 
 
-def test_an_environment_of_an_evaluation_takes_what_it_leaves_open() -> None:
+def test_an_environment_of_an_evaluation_takes_what_it_leaves_open():
     given = "--orchestrator.env.0.id a --orchestrator.sampling.max-tokens 9 --orchestrator.eval.interval 4"
     own = '{id = "b", interval = "none", num_examples = "none", sampling = {top_k = 3}}'
     given += f" --orchestrator.eval.eval-base false --orchestrator.eval.env '[{{id = \"a\"}}, {own}]'"
@@ -111,7 +111,7 @@ def test_an_environment_of_an_evaluation_takes_what_it_leaves_open() -> None:
     assert evaluation.of("no such name") == evaluation
 
 
-def test_merging_again_changes_nothing() -> None:
+def test_merging_again_changes_nothing():
     pairs = [
         (Buffer(pools={"easy_weight": 0.3}), Buffer(pools={"memory": 0.1})),
         (LengthPenalty(weight=2.0), LengthPenalty(type="linear")),
@@ -123,7 +123,7 @@ def test_merging_again_changes_nothing() -> None:
         assert merged(table, once) == once == merged(once, once)
 
 
-def test_groups_per_batch_are_counted_by_the_share_of_each_source(config: RunConfig) -> None:
+def test_groups_per_batch_are_counted_by_the_share_of_each_source(config: RunConfig):
     assert config.num_groups == round(30 / ((8 + 6 + 8) / 3))
 
 
@@ -145,18 +145,18 @@ BATCH = "--orchestrator.batch-size 12 --orchestrator.env.0.rollouts-per-example"
         ("--orchestrator.eval.env '[{id = \"e\", rollouts_per_example = 2}]'", "eval.sampling.temperature = 0"),
     ],
 )  # fmt: skip
-def test_what_a_source_cannot_have_is_refused_with_its_name(flags: str, words: str) -> None:
+def test_what_a_source_cannot_have_is_refused_with_its_name(flags: str, words: str):
     found = refusals(flags, words) if words else refusals(flags)
     assert len(found) == bool(words), found
 
 
-def test_one_reference_model_cannot_be_updated_at_two_times() -> None:
+def test_one_reference_model_cannot_be_updated_at_two_times():
     own = prefixed("orchestrator.env.0.loss", "--beta 0.1 --reference-update-every")
     assert refusals(f"{own} 5", "reference_update_every") == []
     assert refusals(f"{own} 5 --trainer.loss.beta 0.1", 'differs: `trainer.loss` never, `orchestrator.env["a"].loss` 5')
 
 
-def test_a_misspelt_key_of_a_source_is_answered_by_its_own_table() -> None:
+def test_a_misspelt_key_of_a_source_is_answered_by_its_own_table():
     words = shlex.split("--orchestrator.env.0.id x --orchestrator.env.0.sampling.max-token 5")
     with pytest.raises(ConfigError, match=r"orchestrator\.env\.sampling\.max-tokens"):
         load_run_config(words, program="rl")

@@ -79,7 +79,7 @@ def test_agent_run_is_compared_with_runs_of_the_same_agent():
     assert targets.why_not_worth_it([episode(0, 1, 0, 0), episode(1, 1, 0, 0)], rules) is not None  # but across agents
 
 
-def test_sources_of_one_estimator_are_estimated_together() -> None:
+def test_sources_of_one_estimator_are_estimated_together():
     """`batch` has one mean for `a` and `b`, whose other rules differ; `c` has a mean of its own."""
     whole = order_rules(advantage="batch")
     of_c = msgspec.structs.replace(whole, advantage="group_mean")
@@ -93,7 +93,7 @@ def test_sources_of_one_estimator_are_estimated_together() -> None:
     assert [float(parts[0][-1]) for parts in found] == pytest.approx(expected)
 
 
-def test_group_linear_counts_the_samples_of_a_rollout() -> None:
+def test_group_linear_counts_the_samples_of_a_rollout():
     group = [rollout_of(1.0, [0, 1, 1, 0, 1]), rollout_of(1.0, [0, 0, 1], [0, 0, 0, 1], place=1)]
     shares = {  # sampled tokens 3 and 2, others 2 and 5, turns 2 and 2
         "num_output_tokens_weight": [1.0, 2 / 3], "num_input_tokens_weight": [0.4, 1.0], "num_turns_weight": [1.0, 1.0]

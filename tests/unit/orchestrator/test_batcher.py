@@ -80,7 +80,7 @@ def fill(config: RunConfig, groups: list[Group], state: State | None = None) -> 
 
 
 @given(fates=st.lists(st.sampled_from(["good", *REASONS]), max_size=12), seed=st.integers(0, 99))
-def test_the_effective_batch_is_constant_under_any_mix_of_drops(fates: list[str], seed: int) -> None:
+def test_the_effective_batch_is_constant_under_any_mix_of_drops(fates: list[str], seed: int):
     fates = [*fates, *["good"] * GROUPS]
     numbers = np.random.default_rng(seed).permutation(len(fates)).tolist()  # the order in which they finish
     config = config_of(buffer=FILTERS, filters={"truncated": "drop"})
@@ -111,7 +111,7 @@ def source_group(number: int, env: str, rewards: list[float]) -> Group:
     return group
 
 
-def test_whole_groups_fill_a_batch_until_it_is_reached() -> None:
+def test_whole_groups_fill_a_batch_until_it_is_reached():
     """Six rollouts: 2, dropped by its source's own filter, 2, 3; the last group exceeds it by one."""
     groups = [source_group(3, "b", [0.5, 0.5]), source_group(0, "a", [0.5] * 3), source_group(1, "b", [0.0, 1.0])]
     groups += [source_group(2, "a", [1.0, 0.0, 1.0]), source_group(4, "b", [1.0, 0.0])]
@@ -128,7 +128,7 @@ def test_whole_groups_fill_a_batch_until_it_is_reached() -> None:
     assert [each.masked for each in filled.rollouts] == [None] * 5 + ["zero_advantage"] * 2
 
 
-def test_flawed_rollouts_are_counted_or_masked_as_configured(caplog) -> None:
+def test_flawed_rollouts_are_counted_or_masked_as_configured(caplog):
     filled, queue = fill(config_of(), list(map(group_of, range(4), ["given up", "stale", "flat", "truncated"])))
     assert (queue.groups, {rollout.group for rollout in filled.rollouts}) == ([], {2, 3})
     groups = [group_of(0, "flat"), group_of(1, "truncated")]
@@ -144,7 +144,7 @@ def test_flawed_rollouts_are_counted_or_masked_as_configured(caplog) -> None:
     assert "all 6 rollouts are masked (zero_advantage)" in caplog.text
 
 
-def test_a_running_mean_goes_on_from_where_the_journal_left_it() -> None:
+def test_a_running_mean_goes_on_from_where_the_journal_left_it():
     config = config_of(advantage={"type": "ema", "decay": 0.5})
     filled, _ = fill(config, [group_of(0, "good"), group_of(1, "good")], State(baselines={"a": 0.25}))
     assert filled.baselines == {"a": 0.375}
@@ -170,7 +170,7 @@ DROPPED = [
 ]
 
 
-def test_the_metrics_of_a_batch_by_hand() -> None:
+def test_the_metrics_of_a_batch_by_hand():
     found = batch_metrics(5, ROLLOUTS, DROPPED, config=RunConfig.model_validate({"max_async_level": 1}))
     lags = [0, 0, 0, 1, 2, 2, 2, 3]
     of_a = {"solve_none": 0, "solve_all": 0, "tokens_mean": 2.0, "truncated_frac": 0.5, "turns_mean": 2.0}
@@ -194,7 +194,7 @@ def test_the_metrics_of_a_batch_by_hand() -> None:
     )
 
 
-def test_solve_rates_count_dropped_groups_too() -> None:
+def test_solve_rates_count_dropped_groups_too():
     """Those of the batch count by their rewards: the mean of -1 and 1 is 0, and of 0.5 and 1.5 it is 1."""
     rollouts = [*ROLLOUTS, rollout(8, -1.0, [3]), rollout(8, 1.0, [3]), rollout(9, 0.5, [3]), rollout(9, 1.5, [3])]
     means = {1: 0.5, 3: 0.0, 6: 0.0, 7: 1.0, 8: 0.0, 9: 1.0}
@@ -209,7 +209,7 @@ def test_solve_rates_count_dropped_groups_too() -> None:
     assert found["env/a/tokens_mean"] == 99.0
 
 
-def test_epochs_difficulty_and_curriculum_by_hand() -> None:
+def test_epochs_difficulty_and_curriculum_by_hand():
     scores = Scores(np.arange(5, dtype=np.int32), np.array([0.0, 0.05, 0.5, 0.9, 1.0]))
     state = State(cursors={"a": Cursor(epoch=2, position=5)}, scores={"a": scores}, stage=1, stage_reward=0.5)
     plain = {"data/a/epoch": 2}

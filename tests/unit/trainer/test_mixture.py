@@ -53,7 +53,7 @@ def added(*parts: tuple[float, dict[str, Any]]) -> dict[str, Any]:
     ("run", "own"), [({"kl_tau": 0.1}, SEQUENCE), (SEQUENCE, {"type": "importance"}), ({}, CLIPPED)]
 )
 @pytest.mark.parametrize("capacity", [48, 200])
-def test_a_mixture_has_the_weighted_gradient_of_its_sources(tiny_model, world, run, own, capacity) -> None:
+def test_a_mixture_has_the_weighted_gradient_of_its_sources(tiny_model, world, run, own, capacity):
     """`token` weighs a source by its share of the tokens, `sequence` by its share of the samples."""
     both, config = samples_of("a", "b"), config_of(tiny_model, own=own, **run)
     model = base_state(config, world).model
@@ -85,7 +85,7 @@ def test_a_mixture_has_the_weighted_gradient_of_its_sources(tiny_model, world, r
     assert tiny.largest_difference(found, added(*((1.0, gradient) for _, gradient in parts))) < 1e-5
 
 
-def test_every_row_has_sums_of_the_same_names(tiny_model, world) -> None:
+def test_every_row_has_sums_of_the_same_names(tiny_model, world):
     """Ranks add them up by name, so a rank without samples of a source must have its sums too."""
     config = config_of(tiny_model, own=SEQUENCE)
     loss, model = run_loss(config)[0], base_state(config, world).model
@@ -96,7 +96,7 @@ def test_every_row_has_sums_of_the_same_names(tiny_model, world) -> None:
     assert all(torch.isfinite(each.loss) for each in terms)
 
 
-def test_one_loss_in_every_source_is_that_loss_over_the_batch(tiny_model, world) -> None:
+def test_one_loss_in_every_source_is_that_loss_over_the_batch(tiny_model, world):
     both, config = samples_of("a", "b"), config_of(tiny_model, own={"clip_high": 0.1}, type="grpo", clip_high=0.1)
     model, pack = base_state(config, world).model, partial(micro_batches_of_rank, capacity=80, rank=0, world=1)
     metrics, found = passed(model, pack(both), both, world, config)
@@ -106,7 +106,7 @@ def test_one_loss_in_every_source_is_that_loss_over_the_batch(tiny_model, world)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-def test_reference_is_loaded_if_only_one_source_asks_for_it(tiny_model, world) -> None:
+def test_reference_is_loaded_if_only_one_source_asks_for_it(tiny_model, world):
     config = config_of(tiny_model, own={"beta": 0.5, "reference_update_every": 3})
     state = base_state(config, world)
     assert state.reference is not None
@@ -118,7 +118,7 @@ def test_reference_is_loaded_if_only_one_source_asks_for_it(tiny_model, world) -
     assert second["reference_kl/b"] > 0
 
 
-def test_a_trainer_refuses_samples_of_a_source_whose_loss_it_lacks(tiny_model, world) -> None:
+def test_a_trainer_refuses_samples_of_a_source_whose_loss_it_lacks(tiny_model, world):
     for own, sources in (None, "ab"), ({"type": "grpo"}, ""):
         config = config_of(tiny_model, own=own)
         samples = [each if sources else replace(each, source="") for each in samples_of("a", "b")]
