@@ -128,11 +128,11 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     found += run_tokenizer_problems(config, section=section)
     if section in (None, "inference"):
         found += served_model_problems(config)
-    for view in (
-        [config.orchestrator, *config.orchestrator.sources.values()] if section in (None, "orchestrator") else []
-    ):
-        if view.advantage.type == "custom":
-            functions["orchestrator.advantage.path"] = view.advantage.path
+    if section in (None, "orchestrator"):
+        own = {f'orchestrator.env["{name}"]': view for name, view in config.orchestrator.sources.items()}
+        views = {"orchestrator": config.orchestrator} | own
+        paths = {view.advantage.path: f"{table}.advantage.path" for table, view in reversed(views.items())}
+        functions |= {key: path for path, key in paths.items()}
     found += filter(None, (function_problem(path, key=key) for key, path in functions.items() if path))
 
     # Routes can be replayed only by a model that has experts.

@@ -87,6 +87,7 @@ class Scheduler:
     _under_way: dict[int, Group] = field(default_factory=dict)
     _finished: dict[int, Group] = field(default_factory=dict)
     _issued: dict[int, OpenGroup] = field(default_factory=dict)  # in order, not yet handed out
+    _num_issued: int = 0  # their rollouts
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _dropped: Counter[str] = field(default_factory=Counter)  # groups, while this batch is filled, by reason
@@ -110,6 +111,7 @@ class Scheduler:
                     group = Group(task=self.buffer.take(), issued_at=self.policy.version)
                     self._under_way[group.task.id] = group
                     self._issued[group.task.id] = group.task
+                    self._num_issued += self._size_of(group.task)
                     group.runner = asyncio.create_task(self._run_group(group))
                     await asyncio.sleep(0)  # one group per iteration of the event loop
                 await self._changed.wait()
@@ -138,13 +140,13 @@ class Scheduler:
             max_async_level=min(self.config.max_async_level, self.config.max_steps - 1 - version),
             batch_size=self.config.orchestrator.batch_size,
         )
-        num_issued = self.num_accepted + sum(map(self._size_of, self._issued.values()))
-        if num_issued < allowed or self.config.synchronous:
-            return num_issued < allowed
+        num_begun = self.num_accepted + self._num_issued
+        if num_begun < allowed or self.config.synchronous:
+            return num_begun < allowed
 
         # Spare groups keep a few slow ones from holding up a batch, which takes groups as they finish.
         spare = math.floor(allowed * self.config.orchestrator.oversampling_factor + 1e-6)
-        return num_issued + max(own.rollouts_per_example for own in self._settings.values()) <= spare
+        return num_begun + max(own.rollouts_per_example for own in self._settings.values()) <= spare
 
     async def _run_group(self, group: Group) -> None:
         size = self._size_of(group.task)
@@ -249,7 +251,7 @@ class Scheduler:
                 # A synchronous run is reproducible: it takes groups in the order of issue, however they finish.
                 first = next(iter(self._issued if self.config.synchronous else self._finished), None)
                 if first in self._finished:
-                    del self._issued[first]
+                    self._num_issued -= self._size_of(self._issued.pop(first))
                     group = self._finished.pop(first)
                     # The place of a dropped group is free for another one.
                     if group.reason is not None:

@@ -46,6 +46,7 @@ def mixed_loss(columns: Columns, totals: Totals, *, losses: Losses, names: tuple
             parts[name], counts[name] = loss(own, totals), len(own.logprobs)
             found.append(parts[name])
 
+    # Every row has all sums, as 0 for sources that it has no token of. Importance weights are of the batch alone.
     zero = columns.logprobs.new_zeros((), dtype=torch.float64)
     sums = {key: torch.stack([part.sums[key].double() for part in found]).sum() for key in found[0].sums}
     for name in names:
