@@ -286,7 +286,9 @@ def _with_loss(config: RunConfig, source: Source) -> Source:
     if source.loss is None:
         return source
     own = config.of(source.resolved_name)
-    return updated(source, {"loss": resolve_loss(own.trainer.loss, length=own.loss_length)})
+    loss = resolve_loss(own.trainer.loss, length=own.loss_length)
+    # Every key counts as given: one that this loss does not read must not be taken from the run's.
+    return updated(source, {"loss": updated(loss, dict(loss))})
 
 
 def _dtype_of_passes(model: TrainerModel, device: str, *, has_bfloat16: bool) -> str:

@@ -7,10 +7,11 @@ import pytest
 
 from support.runs.resolved_runs import CPU, prefixed, refusals, resolved
 from trireme.base.errors import ConfigError
-from trireme.config.files import read_run, write_run
+from trireme.config.files import ProcessName, read_run, write_process_files, write_run
 from trireme.config.load import load_run_config
 from trireme.config.orchestrator import Advantage, Buffer, LengthPenalty, Sampling, Teacher
 from trireme.config.resolve import resolve
+from trireme.config.rules import check
 from trireme.config.run import RunConfig
 from trireme.config.section import merged
 
@@ -35,7 +36,7 @@ id = "plain"
 [[orchestrator.env]]
 id = "own"
 rollouts_per_example = 6
-sampling = { max_tokens = 20, extra_body = { min_p = 0.5 } }
+sampling = { max_tokens = 20, extra_body = { stop_token_ids = [7] } }
 advantage = { type = "rae" }
 filters = { repetition = "drop" }
 teacher = { weight = 0 }
@@ -57,7 +58,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 def test_a_source_takes_every_key_that_it_does_not_give_from_the_run(config: RunConfig):
     run, own = config.orchestrator, config.of("own").orchestrator
-    body = {"ignore_eos": True, "min_p": 0.5}
+    body = {"ignore_eos": True, "stop_token_ids": [7]}
     assert own.sampling == Sampling(temperature=0.7, max_tokens=20, extra_body=body)
     assert (own.filters.truncated, own.filters.repetition, own.rollouts_per_example) == ("mask", "drop", 6)
     assert own.buffer.pools is not None
@@ -94,6 +95,27 @@ def test_a_written_run_with_sources_resolves_to_itself(config: RunConfig, tmp_pa
     assert again.of("own") == config.of("own")
     # what a source leaves to the run stays open in the file, so that a later change of the run's key reaches it
     assert config.orchestrator.env[2].sampling is None
+
+
+@pytest.mark.parametrize("process", ["trainer", "orchestrator"])
+def test_a_process_started_alone_has_what_it_needs_of_sources(process: ProcessName, tmp_path: Path):
+    """Also what a source switches off: its pools, and the bounds of a correction that it does without."""
+    loss = 'trainer.loss = { type = "icepop" }'
+    text = RUN.replace('trainer.loss = { type = "grpo", clip_high = 0.3 }', loss)
+    text = text.replace('normalize = "constant"', 'correction = "none"').replace("{ hard_weight = 0.0 }", '"none"')
+    (tmp_path / "run.toml").write_text(text)
+    config = resolved(f"@ {tmp_path / 'run.toml'}")
+    write_process_files(config, tmp_path)
+    alone = resolved(f"@ {tmp_path / process}.toml", section=process)
+    assert config.of("own").orchestrator.buffer.pools is None
+    assert config.of("own").trainer.loss.correction_low is None
+    check(config, CPU)  # refuses none of these keys
+    for name in ("plain", "own", "other"):
+        if process == "trainer":
+            assert alone.of(name).trainer.loss == config.of(name).trainer.loss
+        else:
+            assert alone.of(name).orchestrator == config.of(name).orchestrator
+    assert [*alone.losses] == [*config.losses]
 
 
 def test_an_environment_of_an_evaluation_takes_what_it_leaves_open():
