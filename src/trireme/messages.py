@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Meta
 from pydantic import BaseModel
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -155,6 +155,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     tokens: Tokens  # [T]
     lengths: list[int]  # [S], sums to T
     temperatures: list[float]  # [S]: the sampling temperature of each sample
+    sources: list[str] = []  # [S]: the environment of each sample, if some have losses of their own
 
 
 PULLED_KINDS = frozenset({"filesystem", "ipc"})
@@ -333,7 +334,7 @@ class Ok(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotYet(msgspec.Struct, frozen=True, tag=True):
-    """Ask again; `note` says what is missing ("3 of 8 groups missing").
+    """Ask again; `note` says what is missing ("24 of 64 rollouts missing").
 
     An orchestrator that is busy (with an evaluation, a full disk) has deadlines for that: the asker's deadline counts
     from the end of it.

@@ -30,7 +30,7 @@ SENT = {"run_id": "run", "version": 7, "attempt": 2}
 SPECS = [wire.TensorSpec("model.norm.weight", "bfloat16", [64]), wire.TensorSpec("scale", "float32", [])]
 PROBE = wire.Probe(ids=[1, 2, 3], logprobs=[-0.5, -1.25])
 ROWS = [
-    wire.MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7]),
+    wire.MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7], sources=["a", "b"]),
     *(wire.MicroBatch(tokens=tokens, lengths=[2], temperatures=[1.0]) for tokens in (CUT, SENT_TO, SEEN)),
 ]
 REQUESTS: list[Request] = [

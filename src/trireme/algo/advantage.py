@@ -41,6 +41,7 @@ class GroupScores:
     rewards: np.ndarray  # [G] float64
     lengths: np.ndarray  # [G] int64: sampled tokens
     agent: str = ""
+    episodes: np.ndarray | None = None  # [G] int64: the rollout that each run was in; None: each in its own
 
 
 Estimator = Callable[[list[GroupScores]], Sequence[np.ndarray]]
@@ -151,19 +152,65 @@ def ema(
     return advantages, baselines | after
 
 
+def rae(
+    groups_BG: list[np.ndarray], roles_B: list[str], baselines: Baselines, *, decay: float
+) -> tuple[list[np.ndarray], Baselines]:
+    """A = r - b of its role; after each run b <- decay * b + (1 - decay) * r, from b = 0 on.
+
+    Role-conditioned advantage estimation (Liu et al. 2025, "SPIRAL", arXiv 2506.24119): in a game against itself the
+    mean of a group is near 0 whatever the policy does, and a side that has the first move would seem to play better.
+    Runs are taken in the order of groups, and of rollouts in them; b is from before the run's own reward.
+
+    Deviation: prime-rl also moves b by groups that are then dropped. Here b is that of the journal, so a restart
+    continues with it and an audit can recompute it.
+    """
+    after, advantages = dict(baselines), []
+    for rewards_G, role in zip(groups_BG, roles_B, strict=True):
+        advantages.append(found := np.zeros_like(rewards_G))
+        for place, reward in enumerate(rewards_G):
+            before = after.get(role, 0.0)
+            found[place] = reward - before
+            after[role] = decay * before + (1 - decay) * float(reward)
+    return advantages, after
+
+
+def hierarchical_grpo(group: GroupScores, episode_agents: Sequence[str]) -> np.ndarray:
+    """A = r - the mean over the agent's runs in the same rollout, or for other agents over those in the whole group.
+
+    prime-rl's baseline for a proposer and its solvers: attempts at one proposed problem are compared with each other,
+    and proposals with the others of their group. A run without any other to compare it with has A = 0.
+    """
+    if group.agent not in episode_agents or group.episodes is None:
+        return group_mean(group.rewards)
+    advantages = np.zeros_like(group.rewards)
+    for episode in np.unique(group.episodes):
+        runs = group.episodes == episode
+        advantages[runs] = group_mean(group.rewards[runs])
+    return advantages
+
+
 def estimate(
-    kind: str, groups: list[GroupScores], baselines: Baselines, *, decay: float, custom: Estimator | None = None
+    kind: str,
+    groups: list[GroupScores],
+    baselines: Baselines,
+    *,
+    decay: float,
+    custom: Estimator | None = None,
+    episode_agents: Sequence[str] = (),
 ) -> tuple[list[np.ndarray], Baselines]:
     """Return [G] advantages of each group, and the baselines after the batch.
 
     Args:
         custom: the user's function if the kind is `custom`, wrapped so that its result has passed `check_custom`.
+        episode_agents: agents that `hierarchical_grpo` compares within one rollout.
     """
     rewards = [group.rewards for group in groups]
     match kind:
-        case "ema":
-            envs = [f"{group.env}/{group.agent}" if group.agent else group.env for group in groups]
-            return ema(rewards, envs, baselines, decay=decay)
+        case "ema" | "rae":
+            roles = [f"{group.env}/{group.agent}" if group.agent else group.env for group in groups]
+            return (ema if kind == "ema" else rae)(rewards, roles, baselines, decay=decay)
+        case "hierarchical_grpo":
+            return [hierarchical_grpo(group, episode_agents) for group in groups], baselines
         case "batch":
             return batch(rewards), baselines
         case "group_batch":

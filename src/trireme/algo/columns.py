@@ -9,7 +9,7 @@ samples that count in the whole batch, over all ranks, rows and micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -32,6 +32,12 @@ class Columns:
     num_samples: int  # in the row
     mask: torch.Tensor  # [K] bool; all True but in a row that has no token that counts
     reference: torch.Tensor | None = None  # [K] float32, log ref, if `beta` is above 0
+    sources: tuple[str, ...] = ()  # the environment of each of the row's samples, if some have losses of their own
+
+    def only(self, which: torch.Tensor) -> Columns:
+        """Return the tokens for which [K] bool `which` is set. Samples keep their numbers."""
+        names = [each.name for each in fields(self) if isinstance(getattr(self, each.name), torch.Tensor)]
+        return replace(self, **{name: getattr(self, name)[..., which] for name in names})
 
     def sample_sums(self, values: torch.Tensor) -> torch.Tensor:
         """[K] float64: for each token the sum over its sample. A sample is never split over rows."""

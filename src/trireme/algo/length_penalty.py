@@ -12,8 +12,19 @@ from trireme.config.orchestrator import LengthPenalty
 RIGHT = 0.5  # the reward from which `relative` takes an answer as right
 
 
-def with_length_penalty(rewards_G: np.ndarray, lengths_G: np.ndarray, penalty: LengthPenalty | None) -> np.ndarray:
-    """Return r + weight * penalty, or the rewards themselves without a penalty."""
+def with_length_penalty(
+    rewards_G: np.ndarray,
+    lengths_G: np.ndarray,
+    penalty: LengthPenalty | None,
+    *,
+    inputs_G: np.ndarray | None = None,
+    turns_G: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return r + weight * penalty, or the rewards themselves without a penalty.
+
+    Args:
+        inputs_G: tokens of each rollout that were not sampled; `group_linear` needs them, and the turns.
+    """
     if penalty is None:
         return rewards_G
     assert penalty.max_length is not None, f"not filled in by `rules_of`: {penalty}"
@@ -27,7 +38,24 @@ def with_length_penalty(rewards_G: np.ndarray, lengths_G: np.ndarray, penalty: L
             taken = relative(lengths_G, rewards_G)
         case "linear":  # every token costs the same
             taken = -np.minimum(1.0, lengths_G / penalty.max_length)
+        case "group_linear":
+            assert inputs_G is not None, "no input tokens given"
+            assert turns_G is not None, "no turns given"
+            taken = -rewards_G.mean() * (
+                penalty.num_output_tokens_weight * share_of_most(lengths_G)
+                + penalty.num_input_tokens_weight * share_of_most(inputs_G)
+                + penalty.num_turns_weight * share_of_most(turns_G)
+            )
     return rewards_G + penalty.weight * taken
+
+
+def share_of_most(amounts_G: np.ndarray) -> np.ndarray:
+    """Return each amount over the group's largest, at least 1.
+
+    With the mean reward as its factor, this is prime-rl's `linear` penalty (its `algo/grpo.py` of August 2026): a group
+    that solves nothing pays nothing, so it is never rewarded for giving up early.
+    """
+    return amounts_G / max(1, amounts_G.max())
 
 
 def relative(lengths_G: np.ndarray, rewards_G: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ class Sample:
 
     tokens: Tokens
     temperature: float
+    source: str = ""  # its environment, if that decides its loss
 
 
 def num_learned(samples: Iterable[Sample]) -> list[int]:
@@ -103,6 +104,7 @@ def rows_of(samples: list[Sample], rows: list[list[int]]) -> list[MicroBatch]:
             tokens=concat_tokens([samples[i].tokens for i in row]),
             lengths=[samples[i].tokens.length for i in row],
             temperatures=[samples[i].temperature for i in row],
+            sources=[samples[i].source for i in row] if any(samples[i].source for i in row) else [],
         )
         if row
         else unsampled_row([0], [1])  # keeps a rank in step with the others

@@ -13,9 +13,16 @@ import msgspec
 from trireme.config.orchestrator import DifficultyPools, Filters, LengthPenalty, Stage
 from trireme.config.run import RunConfig
 
+DECAYS = {"rae": 0.95}
+"""Usual decay of a running mean; 0.9 for others."""
+
 
 class Rules(msgspec.Struct, frozen=True):
-    """The part of a run's configuration that decides what a batch holds. Tables are those of the configuration."""
+    """The part of a run's configuration that decides what a batch holds. Tables are those of the configuration.
+
+    Example:
+        rules.group_size, rules.of("math").group_size  # 8, and 4 for a source with groups of its own
+    """
 
     seed: int
     shuffle: bool
@@ -43,6 +50,22 @@ class Rules(msgspec.Struct, frozen=True):
     length_penalty: LengthPenalty | None = None
     teacher_weight: float | None = None  # None if there is no teacher
     reward_weight: float = 1.0  # weight of the advantage from rewards, next to a teacher's
+    episode_agents: tuple[str, ...] = ()  # agents that `hierarchical_grpo` compares within a rollout
+    sources: dict[str, Rules] = {}  # per environment that has rules of its own
+
+    def of(self, environment: str) -> Rules:
+        """Return the rules for rollouts of an environment."""
+        return self.sources.get(environment, self)
+
+    @property
+    def all(self) -> list[Rules]:
+        """These rules, and those of sources that have their own."""
+        return [self, *self.sources.values()]
+
+    @property
+    def estimator(self) -> tuple[str, float, str | None, str, tuple[str, ...]]:
+        """The identity of what computes advantages: sources that share it are seen by it together."""
+        return self.advantage, self.decay, self.advantage_path, repr(self.advantage_args), self.episode_agents
 
     @property
     def max_lag(self) -> int:
@@ -51,6 +74,13 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 def rules_of(config: RunConfig) -> Rules:
+    """Return the rules of a run, with those of each source that differ from them."""
+    whole = _rules_of(config)
+    each = {entry.resolved_name: _rules_of(config.of(entry.resolved_name)) for entry in config.orchestrator.env}
+    return msgspec.structs.replace(whole, sources={name: own for name, own in each.items() if own != whole})
+
+
+def _rules_of(config: RunConfig) -> Rules:
     orchestrator = config.orchestrator
     buffer, advantage, teacher = orchestrator.buffer, orchestrator.advantage, orchestrator.teacher
 
@@ -77,7 +107,7 @@ def rules_of(config: RunConfig) -> Rules:
         needs_signal=buffer.online_difficulty_filtering,
         least_variance=buffer.difficulty_threshold if buffer.use_difficulty_filtering else 0.0,
         filters=orchestrator.filters,
-        decay=advantage.decay,
+        decay=DECAYS.get(advantage.type, 0.9) if advantage.decay is None else advantage.decay,
         advantage_path=advantage.path,
         advantage_args=advantage.args,
         clip=advantage.clip,
@@ -85,4 +115,5 @@ def rules_of(config: RunConfig) -> Rules:
         length_penalty=penalty,
         teacher_weight=teacher.weight if teacher else None,
         reward_weight=teacher.reward_weight if teacher else 1.0,
+        episode_agents=advantage.episode_agents,
     )

@@ -26,7 +26,7 @@ class Wait:
 
     Example:
         Wait(who="trainer", peer="orchestrator", what="batch 41", deadline_s=600, log=Path("logs/orchestrator.stdout"))
-        str(...)  # "trainer waits 12 s for batch 41 from orchestrator (3 of 8 groups missing)"
+        str(...)  # "trainer waits 12 s for batch 41 from orchestrator (24 of 64 rollouts missing)"
     """
 
     who: str

@@ -200,7 +200,7 @@ def show(config: RunConfig, devices: Devices, name: ProcessName | None = None) -
     """Print the plan, and what prevents the run from starting here and now. Return the latter."""
     run_file = config.paths.configs / f"{name}.json" if name else config.paths.run_config
     print(describe(plan(config, run_file, devices), config, only=name))
-    for note in sampling_notes(config.orchestrator.sampling) if name in (None, "orchestrator") else ():
+    for note in sampling_notes(config.orchestrator) if name in (None, "orchestrator") else ():
         print(f"\nnote: {note}")
     print_warnings(config, name)
     problems = launch_problems(config, devices, section=name)

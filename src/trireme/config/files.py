@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, atomic_write
+from trireme.config.orchestrator import SOURCE_TABLES
 from trireme.config.run import RunConfig
 from trireme.config.section import NONE, AnySection, Section, fields_of
 
@@ -131,24 +132,41 @@ def read_run(root: type[AnySection], file: Path) -> AnySection:
 def write_process_files(config: RunConfig, folder: Path, names: tuple[ProcessName, ...] = PROCESSES) -> list[Path]:
     """Write `trainer.toml` and so on: each starts its process alone, as `uv run trainer @ trainer.toml`."""
     whole = to_table(config)
+    # A key that is off in a source's own table must not be taken from the run's.
+    for table, source in zip(whole["orchestrator"]["env"], config.orchestrator.env, strict=True):
+        own = {name: each for name in (*SOURCE_TABLES, "loss") if (each := getattr(source, name)) is not None}
+        table |= {name: to_table(each, every=True) for name, each in own.items()}
+
     shared = {key: value for key, value in whole.items() if key not in PROCESSES}
     files = []
     for name in names:
         table = shared | whole[name]  # the run's keys, and over them those of its own table, without its name
         table["env_vars"] = shared["env_vars"] | whole[name]["env_vars"]
+        if name == "trainer" and len(config.losses) > 1:  # it needs the losses of sources too
+            losses = [
+                {key: each[key] for key in ("id", "name", "loss") if key in each}
+                for each in whole["orchestrator"]["env"]
+            ]
+            table = shared | {"trainer": whole["trainer"], "orchestrator": {"env": losses}}
         files.append(folder / f"{name}.toml")
         _write_table(table, to_toml(table), files[-1])
     return files
 
 
-def to_table(value: Any) -> Any:
-    """Return a section as plain values. None is left out if it is the default, and "none" otherwise."""
+def to_table(value: Any, *, every: bool = False) -> Any:
+    """Return a section as plain values. None is left out if it is the default, and "none" otherwise.
+
+    Args:
+        every: write "none" for defaults too, but in keys that would take it as text.
+    """
     if isinstance(value, Section):
         items = ((field, getattr(value, name)) for name, field in fields_of(type(value)).items())
         return {
-            field.name: NONE if item is None else to_table(item)
+            field.name: NONE if item is None else to_table(item, every=every)
             for field, item in items
-            if item is not None or field.default is not None
+            if item is not None
+            or field.default is not None
+            or (every and field.kind != "text" and NONE not in field.words.split(" | "))
         }
     if isinstance(value, tuple):
         return [to_table(item) for item in value]

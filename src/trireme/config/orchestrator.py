@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
 from trireme.config.inference import sampling_names
-from trireme.config.section import EnvVars, Section
+from trireme.config.losses import Loss
+from trireme.config.section import EnvVars, Section, merged
 
 
 class Sampling(Section):
@@ -166,7 +167,7 @@ class Agent(Section):
 
 
 class Environment(Section):
-    """`[[orchestrator.env]]`: one source of tasks."""
+    """An environment, as it is opened; `Source` and `EvaluatedEnvironment` add the keys of their arrays."""
 
     id: str
     """A package (in `environments/` or installed), or the path of a .py file or of a folder of Harbor tasks."""
@@ -277,15 +278,22 @@ class Filters(Section):
 class LengthPenalty(Section):
     """`[orchestrator.length_penalty]`: taken off the reward before the advantage; see `trireme.algo.length_penalty`."""
 
-    type: Literal["soft_overlong", "relative", "linear"] = "soft_overlong"
+    type: Literal["soft_overlong", "relative", "linear", "group_linear"] = "soft_overlong"
     """`soft_overlong`: from 0 to -1 over the last `buffer` tokens before `max_length` (DAPO); `relative`: within the
-    group, short right answers above long ones (Kimi k1.5); `linear`: length / max_length."""
+    group, short right answers above long ones (Kimi k1.5); `linear`: length / max_length; `group_linear`: shares of the
+    group's longest, times its mean reward (prime-rl's `linear`)."""
     max_length: PositiveInt | None = None
     """Sampled tokens of a rollout at which the penalty is whole; `sampling.max_tokens` or `seq_len` if not set."""
     buffer: PositiveInt | None = None
     """Tokens over which `soft_overlong` grows; a fifth of `max_length` if not set."""
-    weight: PositiveFloat = 1.0
-    """The penalty is multiplied by this."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """The penalty is multiplied by this; 0 takes nothing off."""
+    num_output_tokens_weight: Annotated[float, Field(ge=0)] = 0.25
+    """`group_linear`: weight of the sampled tokens."""
+    num_input_tokens_weight: Annotated[float, Field(ge=0)] = 0.1
+    """`group_linear`: weight of the other tokens, such as prompts and answers of tools."""
+    num_turns_weight: Annotated[float, Field(ge=0)] = 0.1
+    """`group_linear`: weight of the model's turns."""
 
 
 class Advantage(Section):
@@ -294,11 +302,24 @@ class Advantage(Section):
     model_config = ConfigDict(allow_inf_nan=True)  # `reward_clip` may be open to one side
 
     type: Literal[
-        "group_mean", "group_mean_std", "leave_one_out", "max_rl", "ema", "batch", "group_batch", "none", "custom"
+        "group_mean",
+        "group_mean_std",
+        "leave_one_out",
+        "max_rl",
+        "hierarchical_grpo",
+        "ema",
+        "rae",
+        "batch",
+        "group_batch",
+        "none",
+        "custom",
     ] = "group_mean"
     """Baseline of a reward; `docs/algorithms.md` has the formula of each."""
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Share of the running mean of `ema` that remains after a batch."""
+    decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of a running mean that remains: of `ema` after a batch (0.9 if not set), of `rae` after a run of its agent
+    (0.95)."""
+    episode_agents: tuple[str, ...] = ()
+    """Agents that `hierarchical_grpo` compares within one rollout, as `["solver"]`; the others within the group."""
     path: str | None = None
     """`module:function` or `file.py:function` of `custom`."""
     args: dict[str, Any] = {}
@@ -312,18 +333,58 @@ class Advantage(Section):
 class Teacher(Section):
     """`[orchestrator.teacher]`: on-policy distillation; see `trireme.algo.advantage.distillation_term`."""
 
-    base_url: str
-    """Address of the vLLM server of the teacher, which must have the same tokenizer."""
+    base_url: str | None = None
+    """Address of the vLLM server of the teacher, which must have the same tokenizer; needed."""
     model: str | None = None
     """Its name there; the first that the server lists if not set."""
-    weight: PositiveFloat = 1.0
-    """Each token's advantage grows by weight * (log teacher - log policy)."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """Each token's advantage grows by weight * (log teacher - log policy); with 0 there is no teacher."""
     reward_weight: Annotated[float, Field(ge=0)] = 1.0
     """Factor of the advantage that comes from rewards; 0 learns from the teacher alone."""
     timeout_s: PositiveFloat = 120.0
     """Longest time of one answer; a request is retried twice."""
     max_concurrent: PositiveInt = 32
     """Requests to the teacher at once."""
+
+
+class Source(Environment):
+    """`[[orchestrator.env]]`: one source of tasks. A table of its own goes over the run's, key by key.
+
+    If it has another `type` than the run's, it stands alone: the keys of one kind mean nothing to another.
+    """
+
+    rollouts_per_example: PositiveInt | None = None
+    """Rollouts of each of its examples; `orchestrator.rollouts_per_example` if not set."""
+    sampling: Sampling | None = None
+    buffer: Buffer | None = None
+    filters: Filters | None = None
+    length_penalty: LengthPenalty | None = None
+    advantage: Advantage | None = None
+    teacher: Teacher | None = None
+    loss: Loss | None = None
+
+
+SOURCE_TABLES = ("sampling", "buffer", "filters", "length_penalty", "advantage", "teacher")
+"""Tables of `[orchestrator]` that a source may have too. Its `loss` goes over `[trainer.loss]`."""
+
+
+class EvaluatedEnvironment(Environment):
+    """`[[orchestrator.eval.env]]`: an environment to evaluate. Its keys go over those of `[orchestrator.eval]`."""
+
+    interval: PositiveInt | None = None
+    """Evaluate it every this many versions, with `none` only first and last; as `orchestrator.eval.interval` if not
+    set."""
+    rollouts_per_example: PositiveInt = 1
+    """Completions of each of its examples; as `orchestrator.eval.rollouts_per_example` if not set."""
+    num_examples: PositiveInt | None = None
+    """Its first examples, all with `none`; as `orchestrator.eval.num_examples` if not set."""
+    eval_base: bool = True
+    """Evaluate version 0 too; as `orchestrator.eval.eval_base` if not set."""
+    sampling: Sampling | None = None
+
+
+EVALUATION_KEYS = ("interval", "rollouts_per_example", "num_examples", "eval_base")
+"""Keys of `[orchestrator.eval]` that its environments may have too, besides `sampling`."""
 
 
 class Evaluation(Section):
@@ -346,8 +407,16 @@ class Evaluation(Section):
     sampling: Sampling = Sampling(temperature=0.0)
     """Sampling for evaluation; greedy if not set. `max_tokens` and `chat_template_kwargs` fall back to the training
     values."""
-    env: tuple[Environment, ...] = ()
+    env: tuple[EvaluatedEnvironment, ...] = ()
     """Environments to evaluate; the training ones (their evaluation split) if not set."""
+
+    def of(self, environment: str) -> Evaluation:
+        """Return the evaluation of one environment: with the keys of its own table, if it has one, over these."""
+        own = next((each for each in self.env if each.resolved_name == environment), None)
+        if own is None:
+            return self
+        given = {key: getattr(own, key) for key in EVALUATION_KEYS if key in own.model_fields_set}
+        return self.model_copy(update=given | {"sampling": merged(self.sampling, own.sampling)})
 
 
 class StatusServer(Section):
@@ -363,9 +432,10 @@ class OrchestratorConfig(Section):
     """`[orchestrator]`."""
 
     batch_size: PositiveInt = 128
-    """Rollouts per training step."""
+    """Rollouts per training step. Sources with groups of different sizes fill it with whole groups until there are at
+    least as many."""
     rollouts_per_example: PositiveInt = 16
-    """Rollouts per example (the group); must divide `batch_size`."""
+    """Rollouts per example (the group); must divide `batch_size` if all sources have groups of one size."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
     """Groups under way per batch, as a multiple of the batch; above 1 hides the slowest rollouts."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
@@ -378,13 +448,13 @@ class OrchestratorConfig(Section):
     max_rollout_attempts: PositiveInt = 3
     """A rollout that fails is tried this often; then its group is dropped, with the reason."""
     sampling: Sampling = Sampling()
-    env: tuple[Environment, ...] = ()
     buffer: Buffer = Buffer()
     curriculum: tuple[Stage, ...] = ()
     filters: Filters = Filters()
     length_penalty: LengthPenalty | None = None
     advantage: Advantage = Advantage()
     teacher: Teacher | None = None
+    env: tuple[Source, ...] = ()
     eval: Evaluation | None = None
     server: StatusServer = StatusServer()
     engine_timeout_s: PositiveFloat = 600.0
@@ -394,6 +464,22 @@ class OrchestratorConfig(Section):
     """Longest time that the orchestrator waits for the trainer; evaluations and full disks do not count."""
     env_vars: EnvVars = {}
     """Environment variables of the orchestrator and of the workers of environments, over the run's `env_vars`."""
+
+    def of(self, environment: str) -> OrchestratorConfig:
+        """Return these settings as rollouts of one source have them; the run's own for an unknown name."""
+        source = next((each for each in self.env if each.resolved_name == environment), None)
+        tables = {name: merged(getattr(self, name), getattr(source, name, None)) for name in SOURCE_TABLES}
+
+        # A source without a teacher, in a run that has one, gives it no weight.
+        if tables["teacher"] is not None and not tables["teacher"].weight:
+            tables["teacher"] = None
+        size = getattr(source, "rollouts_per_example", None) or self.rollouts_per_example
+        return self.model_copy(update={**tables, "rollouts_per_example": size})
+
+    @property
+    def sources(self) -> dict[str, OrchestratorConfig]:
+        """The settings of each source, by its name."""
+        return {each.resolved_name: self.of(each.resolved_name) for each in self.env}
 
     @property
     def all_environments(self) -> tuple[Environment, ...]:
@@ -445,9 +531,56 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
                 "evaluations begin with `eval-`. Give each table a `name` of its own."
             )
 
-    # A batch holds whole groups.
-    batch, group = config.batch_size, config.rollouts_per_example
-    if batch % group:
+    yield from _group_problems(config)
+
+    # The tables below this one, as each source has them.
+    yield from _curriculum_problems(config)
+    views = config.sources or {"": config}
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, view in views.items():
+        for problem in _table_problems(view, longest=view.sampling.max_tokens or longest):
+            found[problem].append(name)
+    for problem, names in found.items():
+        of = ", ".join(f'"{name}"' for name in names)
+        yield (
+            problem
+            if len(names) == len(views)
+            else f"with the tables of its own, `[[orchestrator.env]]` {of}: {problem}"
+        )
+
+    for table, sampling in samplings(config):
+        yield from sampling_problems(table, sampling)
+    for table, kwargs in environment_template_kwargs(config):
+        yield from template_problems(table, {"chat_template_kwargs": kwargs})
+    if config.eval:
+        views_of_eval = [config.eval.of(each.resolved_name) for each in config.eval.env] or [config.eval]
+        yield from dict.fromkeys(
+            problem for view in views_of_eval for problem in evaluation_problems(view, "orchestrator.eval.")
+        )
+        # Evaluation and training share the engines' slots.
+        if config.eval.max_concurrent is not None and config.eval.max_concurrent >= config.max_concurrent:
+            yield (
+                f"orchestrator.eval.max_concurrent = {config.eval.max_concurrent}, orchestrator.max_concurrent = "
+                f"{config.max_concurrent} - expected fewer, or training would get no slot while an evaluation runs. "
+                f"Set `eval.max_concurrent` below {config.max_concurrent}, or leave it out for a quarter of that."
+            )
+
+
+def _group_problems(config: OrchestratorConfig) -> Iterator[str]:
+    """Yield why whole groups cannot fill a batch."""
+    batch, sizes = config.batch_size, {name: own.rollouts_per_example for name, own in config.sources.items()}
+    group = next(iter(sizes.values()), config.rollouts_per_example)
+
+    # Groups of one size fill a batch to the rollout. Of different sizes, the last one may be more than was missing.
+    if len(set(sizes.values())) > 1:
+        for name, size in sizes.items():
+            if size > batch:
+                yield (
+                    f"orchestrator.batch_size = {batch} with groups of {size} rollouts of environment {name!r} "
+                    f"(`rollouts_per_example`) - expected room for one of its groups. Set `orchestrator.batch_size` to "
+                    f"{size} or more, or lower its `rollouts_per_example`."
+                )
+    elif batch % group:
         below, above = batch // group * group, (batch // group + 1) * group
         choices = f"{below} or {above}" if below else f"{above}"
         yield (
@@ -456,23 +589,16 @@ def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterat
             f"{', '.join(map(str, nearest_divisors(batch, group)))}."
         )
 
-    # The tables below this one.
-    yield from _curriculum_problems(config)
+
+def _table_problems(config: OrchestratorConfig, *, longest: int) -> Iterator[str]:
+    """Yield what is wrong with the tables that a source may have too."""
     yield from _buffer_problems(config.buffer)
     yield from _advantage_problems(config)
-    for table, sampling in samplings(config):
-        yield from sampling_problems(table, sampling)
-    for table, kwargs in environment_template_kwargs(config):
-        yield from template_problems(table, {"chat_template_kwargs": kwargs})
-    if config.eval:
-        yield from evaluation_problems(config.eval, "orchestrator.eval.")
-        # Evaluation and training share the engines' slots.
-        if config.eval.max_concurrent is not None and config.eval.max_concurrent >= config.max_concurrent:
-            yield (
-                f"orchestrator.eval.max_concurrent = {config.eval.max_concurrent}, orchestrator.max_concurrent = "
-                f"{config.max_concurrent} - expected fewer, or training would get no slot while an evaluation runs. "
-                f"Set `eval.max_concurrent` below {config.max_concurrent}, or leave it out for a quarter of that."
-            )
+    if config.teacher is not None and not config.teacher.base_url:
+        yield (
+            "`[orchestrator.teacher]` without `base_url` - expected the address of its vLLM server. Add "
+            '`base_url = "http://127.0.0.1:8100/v1"`, or remove the table (`weight = 0` for one source).'
+        )
 
     # The penalty begins `buffer` tokens before the limit, which must not be below 0.
     penalty = config.length_penalty
@@ -525,10 +651,19 @@ def nearest_divisors(number: int, near: int) -> list[int]:
 
 
 def samplings(config: OrchestratorConfig) -> Iterator[tuple[str, Sampling]]:
-    """Yield each sampling table with its name."""
+    """Yield each sampling table with its name; those of sources as they are over the run's."""
     yield "orchestrator.sampling", config.sampling
+    for each in config.env:
+        if each.sampling is not None:
+            yield f'orchestrator.env["{each.resolved_name}"].sampling', config.of(each.resolved_name).sampling
     if config.eval:
         yield "orchestrator.eval.sampling", config.eval.sampling
+        for one in config.eval.env:
+            if one.sampling is not None:
+                yield (
+                    f'orchestrator.eval.env["{one.resolved_name}"].sampling',
+                    config.eval.of(one.resolved_name).sampling,
+                )
 
 
 def _curriculum_problems(config: OrchestratorConfig) -> Iterator[str]:
@@ -594,6 +729,12 @@ def _advantage_problems(config: OrchestratorConfig) -> Iterator[str]:
         yield (
             f'orchestrator.advantage.type = "{advantage.type}" {has} - expected `type = "custom"` and the path of its '
             'function, or neither. Add `path = "file.py:function"`, or remove the one that is there.'
+        )
+    if (advantage.type == "hierarchical_grpo") != bool(advantage.episode_agents):
+        yield (
+            f'orchestrator.advantage.type = "{advantage.type}" with episode_agents = '
+            f'{list(advantage.episode_agents)} - expected `type = "hierarchical_grpo"` and the agents that are '
+            'compared within one rollout, or neither. Add `episode_agents = ["solver"]`, or remove the line.'
         )
     clip = advantage.reward_clip
     if clip is not None and not clip[0] < clip[1]:  # NaN too
@@ -691,8 +832,13 @@ def distorting(given: Mapping[str, Any], *, cut: bool) -> list[str]:
     return [name for name in names if given.get(name) and given[name] != _NEUTRAL.get(name)]
 
 
-def sampling_notes(sampling: Sampling) -> list[str]:
+def sampling_notes(config: OrchestratorConfig) -> list[str]:
     """Return what is allowed and worth knowing, one sentence each, for a dry run and the start of a run."""
+    views = (config.sources or {"": config}).values()
+    return list(dict.fromkeys(note for view in views for note in _notes_of(view.sampling)))
+
+
+def _notes_of(sampling: Sampling) -> list[str]:
     given = sampling.model_dump(exclude={"extra_body"}, exclude_defaults=True) | sampling.extra_body
     notes = []
     if biased := distorting(given, cut=sampling.cuts):

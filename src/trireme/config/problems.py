@@ -190,6 +190,10 @@ def _named_alike(root: type[Section], path: KeyPath) -> list[KeyPath]:
 
     # Our own names in another table: `tokenizer.name` is `trainer.tokenizer.name`, `orchestrator.seq_len` is `seq_len`.
     known = [key for key in known if all(table in path or table not in key[:-1] for table in ("eval", "agent"))]
+    # A source's own tables are meant only by keys under `env`: elsewhere the run's are.
+    if "env" not in path:
+        of_run = set(known)
+        known = [key for key in known if key[1:2] != ("env",) or not {(p, *key[2:]) for p in PROCESSES} & of_run]
     whole = [key for key in known if key[-len(path) :] == path]
     tables = [key for key in whole if (found := find(root, key)) and found.section and len(key) == len(path) + 1]
     if len(whole) == 1 or len(tables) == 1:

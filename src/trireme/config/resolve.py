@@ -7,6 +7,7 @@ parallelism mean nothing on CPU.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
@@ -22,7 +23,14 @@ from trireme.config.inference import low_bit_error
 from trireme.config.losses import resolve_loss
 from trireme.config.model.folder import needs_eager, read_config
 from trireme.config.model.state_layers import dtype_on_cpu
-from trireme.config.orchestrator import Environment, Evaluation, template_fallback
+from trireme.config.orchestrator import (
+    EVALUATION_KEYS,
+    SOURCE_TABLES,
+    EvaluatedEnvironment,
+    Evaluation,
+    Source,
+    template_fallback,
+)
 from trireme.config.run import Model, RunConfig, place_of
 from trireme.config.section import AnySection
 from trireme.config.sft import SftConfig
@@ -269,7 +277,18 @@ def _precision_and_lengths(config: RunConfig, devices: Devices | None) -> Values
         "inference.model.max_model_len": config.inference.model.max_model_len or config.seq_len,
         "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens or config.seq_len,
         "trainer.loss": resolve_loss(config.trainer.loss, length=config.loss_length),
+        "orchestrator.env": tuple(map(partial(_with_loss, config), config.orchestrator.env)),
     }
+
+
+def _with_loss(config: RunConfig, source: Source) -> Source:
+    """Fill in a source's own loss, which goes over the run's as the user wrote that."""
+    if source.loss is None:
+        return source
+    own = config.of(source.resolved_name)
+    loss = resolve_loss(own.trainer.loss, length=own.loss_length)
+    # Every key counts as given: one that this loss does not read must not be taken from the run's.
+    return updated(source, {"loss": updated(loss, dict(loss))})
 
 
 def _dtype_of_passes(model: TrainerModel, device: str, *, has_bfloat16: bool) -> str:
@@ -279,19 +298,35 @@ def _dtype_of_passes(model: TrainerModel, device: str, *, has_bfloat16: bool) ->
 
 
 def _environments(config: RunConfig) -> Values:
-    def named(environments: tuple[Environment, ...]) -> tuple[Environment, ...]:
-        return tuple(updated(each, {"name": each.resolved_name}) for each in environments)
+    """Name environments, and fill in each table of a source from the run's."""
 
-    values: Values = {"orchestrator.env": named(config.orchestrator.env)}
+    def filled(source: Source) -> Source:
+        own = config.orchestrator.of(source.resolved_name)
+        tables = [
+            name for name in SOURCE_TABLES if getattr(source, name) is not None and getattr(own, name) is not None
+        ]
+        return updated(source, {"name": source.resolved_name, **{name: getattr(own, name) for name in tables}})
+
+    values: Values = {"orchestrator.env": tuple(map(filled, config.orchestrator.env))}
     if evaluation := config.orchestrator.eval:
         longest = evaluation.sampling.max_tokens or config.orchestrator.sampling.max_tokens
-        values["orchestrator.eval.env"] = named(evaluation.env)
         values["orchestrator.eval.sampling.max_tokens"] = longest
         for name, value in template_fallback(evaluation.sampling, config.orchestrator.sampling).items():
             values[f"orchestrator.eval.sampling.{name}"] = value
         # A table that sets other keys would have the default of `Sampling`, 1.0; evaluations are greedy by default.
         if "temperature" not in evaluation.sampling.model_fields_set:
             values["orchestrator.eval.sampling.temperature"] = Evaluation().sampling.temperature
+
+        # Each environment's own keys over those of all, so that the file says what holds for it.
+        above = "orchestrator.eval."
+        whole = updated(evaluation, {key.removeprefix(above): values[key] for key in values if key.startswith(above)})
+
+        def evaluated(each: EvaluatedEnvironment) -> EvaluatedEnvironment:
+            own = whole.of(each.resolved_name)
+            keys = (*EVALUATION_KEYS, *(["sampling"] if each.sampling is not None else []))
+            return updated(each, {"name": each.resolved_name, **{key: getattr(own, key) for key in keys}})
+
+        values["orchestrator.eval.env"] = tuple(map(evaluated, evaluation.env))
     return values
 
 

@@ -75,6 +75,7 @@ RUN: dict[When, str] = {
     "fixed": """
         seed inference.model.dtype model.vlm.* trainer.model.vlm.* trainer.model.from_scratch
         trainer.model.moe.router trainer.model.moe.router_replay trainer.loss.reference_update_every
+        orchestrator.env.loss.reference_update_every
         trainer.model.lora trainer.model.lora.rank trainer.model.lora.alpha trainer.model.lora.target_modules
         trainer.model.lora.modules_to_save trainer.model.lora.use_rslora trainer.model.lora.sync
     """,

@@ -84,7 +84,7 @@ def problems(config: RunConfig, devices: Devices, *, section: ProcessName | None
         found += model_problems("trainer.model", trainer.model, trainer.num_ranks or 1)
         found += lora_problems("trainer.model.lora", trainer.model.lora)
         found += optim_problems("trainer.", trainer.optim, trainer.scheduler, trainer.model, max_steps=config.max_steps)
-        found += loss_problems(trainer.loss)
+        found += _loss_problems(config)
         found += _micro_batch_problems("trainer.micro_batch_tokens", trainer.micro_batch_tokens, config.seq_len)
 
     if orchestrates or trains:
@@ -117,7 +117,9 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     # Models, tokenizers and the user's functions, as far as they are on this disk.
     found += file_problems(config, section=section)
     found += _template_problems(config) if section in (None, "orchestrator") else []
-    functions = {"trainer.loss.path": config.trainer.loss.path} if section in (None, "trainer") else {}
+    functions: dict[str, str | None] = {}
+    if section in (None, "trainer"):
+        functions = {_loss_table(name) + ".path": own.trainer.loss.path for name, own in config.losses.items()}
     if section in (None, "trainer"):
         found += optim_launch_problems("trainer.", config.trainer.optim, config.device)
         found += model_launch_problems("trainer.model", config.trainer.model, config.device)
@@ -126,8 +128,11 @@ def launch_problems(config: RunConfig, devices: Devices, *, section: ProcessName
     found += run_tokenizer_problems(config, section=section)
     if section in (None, "inference"):
         found += served_model_problems(config)
-    if section in (None, "orchestrator") and config.orchestrator.advantage.type == "custom":
-        functions["orchestrator.advantage.path"] = config.orchestrator.advantage.path
+    if section in (None, "orchestrator"):
+        own = {f'orchestrator.env["{name}"]': view for name, view in config.orchestrator.sources.items()}
+        views = {"orchestrator": config.orchestrator} | own
+        paths = {view.advantage.path: f"{table}.advantage.path" for table, view in reversed(views.items())}
+        functions |= {key: path for path, key in paths.items()}
     found += filter(None, (function_problem(path, key=key) for key, path in functions.items() if path))
 
     # Routes can be replayed only by a model that has experts.
@@ -389,6 +394,27 @@ def _template_problems(config: RunConfig) -> Iterator[str]:
         return
     for table, request in tables.items():
         yield from unread_problems(table, request, variables, name)
+
+
+def _loss_problems(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with `[trainer.loss]`, and with the losses that sources have over it."""
+    losses = {name: own.trainer.loss for name, own in config.losses.items()}
+    for name, loss in losses.items():
+        for problem in loss_problems(loss):
+            yield problem.replace("trainer.loss", _loss_table(name))
+
+    # There is one reference model, so it is updated for all at the same time.
+    updates = {name: loss.reference_update_every for name, loss in losses.items() if loss.beta}
+    if len(set(updates.values())) > 1:
+        shown = ", ".join(f"`{_loss_table(name)}` {every or 'never'}" for name, every in updates.items())
+        yield (
+            f"`reference_update_every` differs: {shown} - expected the same wherever `beta` is above 0, as there is "
+            "one reference model. Write the same number in each."
+        )
+
+
+def _loss_table(source: str) -> str:
+    return f'orchestrator.env["{source}"].loss' if source else "trainer.loss"
 
 
 def _micro_batch_problems(key: str, tokens: int | None, seq_len: int) -> Iterator[str]:

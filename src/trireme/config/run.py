@@ -13,7 +13,7 @@ from trireme.base.network import is_here, is_loopback
 from trireme.base.paths import RunPaths
 from trireme.config.inference import InferenceConfig
 from trireme.config.orchestrator import OrchestratorConfig, slots_for
-from trireme.config.section import EnvVars, Section, Seed
+from trireme.config.section import EnvVars, Section, Seed, merged
 from trireme.config.trainer import TrainerConfig, Vlm
 
 PositiveOrInfinite = Annotated[float, Field(gt=0, allow_inf_nan=True)]
@@ -226,10 +226,31 @@ class RunConfig(AnyRun):
         host, port = place_of(address)
         return f"http://{host}:{port or self.inference.server.port}"
 
+    def of(self, environment: str) -> RunConfig:
+        """Return the run as one of its sources has it: with the tables of that source over the run's, key by key.
+
+        Example:
+            config.of("reverse-text").orchestrator.sampling.max_tokens, config.of("math").trainer.loss.type
+        """
+        source = next((each for each in self.orchestrator.env if each.resolved_name == environment), None)
+        loss = merged(self.trainer.loss, getattr(source, "loss", None))
+        trainer = self.trainer.model_copy(update={"loss": loss})
+        return self.model_copy(update={"trainer": trainer, "orchestrator": self.orchestrator.of(environment)})
+
+    @property
+    def losses(self) -> dict[str, RunConfig]:
+        """The run as each source with a loss of its own has it; `""` is the run itself, for all others."""
+        own = [each.resolved_name for each in self.orchestrator.env if each.loss is not None]
+        return {"": self} | {name: self.of(name) for name in own}
+
     @property
     def num_groups(self) -> int:
-        """Groups per batch = batch_size / rollouts_per_example."""
-        return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
+        """Groups per batch; where sources have groups of different sizes, how many there are on average."""
+        orchestrator, sources = self.orchestrator, self.orchestrator.sources
+        weights = {each.resolved_name: each.weight for each in orchestrator.env} or {"": 1.0}
+        sizes = {name: sources.get(name, orchestrator).rollouts_per_example for name in weights}
+        mean = sum(weights[name] * size for name, size in sizes.items()) / sum(weights.values())
+        return max(1, round(orchestrator.batch_size / mean))
 
     @property
     def loss_length(self) -> int:
@@ -277,7 +298,8 @@ class RunConfig(AnyRun):
     def max_logprobs(self) -> int:
         """Logprobs per token that the engine must be able to return: enough for all tokens that a turn may keep, and
         vLLM's own default of 20 at least."""
-        return max(20, slots_for(self.orchestrator.sampling.most_kept))
+        samplings = [self.orchestrator.sampling, *(own.sampling for own in self.orchestrator.sources.values())]
+        return max(20, *(slots_for(sampling.most_kept) for sampling in samplings))
 
 
 NODE = "TRIREME_NODE"

@@ -201,6 +201,26 @@ def find(section: type[Section], path: tuple[str, ...]) -> Field | None:
     return found
 
 
+def merged(table: Any, own: Any) -> Any:
+    """Return a table with the keys that another one of its kind gives over its own, tables below key by key.
+
+    One of another `type` stands alone: the keys of one kind mean nothing to another. To merge again changes nothing.
+
+    Example:
+        merged(Sampling(temperature=0.7, top_k=20), Sampling(top_k=50))  # Sampling(temperature=0.7, top_k=50)
+    """
+    if isinstance(table, dict) and isinstance(own, dict):
+        return table | own
+    if not isinstance(table, Section) or not isinstance(own, Section):
+        return table if own is None else own
+    given = own.model_fields_set
+    values = {name: (getattr(table, name), getattr(own, name)) for name in given}
+    if "type" in values and values["type"][0] != values["type"][1]:
+        return own
+    both = {name: None if now is None else merged(before, now) for name, (before, now) in values.items()}
+    return table.model_copy(update=both)
+
+
 def as_key(path: tuple[str | int, ...]) -> str:
     """Return a path as people write it.
 

@@ -36,9 +36,8 @@ class Shares:
         # Dealing a batch is slow and gives all ranks their shares at once, so it is done once per step.
         if self._kept is None or self._kept[:2] != (step, world):
             config = self._settings.at(step)  # a step that is repeated has the rows that it had
-            batch = DealtBatch(
-                self._journal.read(step), world=world, capacity=row_capacity(config), cost=row_cost(config)
-            )
+            capacity, cost, by_source = row_capacity(config), row_cost(config), len(config.losses) > 1
+            batch = DealtBatch(self._journal.read(step), world=world, capacity=capacity, cost=cost, by_source=by_source)
             self._kept = step, world, batch
         return self._kept[2].share(rank, self._pictures)
 
@@ -49,10 +48,15 @@ class Shares:
 
 
 class DealtBatch:
-    """A batch split over `world` ranks, in rows of `row_capacity` tokens that are balanced by `row_cost`."""
+    """A batch split over `world` ranks, in rows of `row_capacity` tokens that are balanced by `row_cost`.
 
-    def __init__(self, record: BatchRecord, *, world: int, capacity: int, cost: Cost = LINEAR) -> None:
-        self._samples = samples_of(record.rollouts)
+    With `by_source`, samples carry the names of their sources, which have losses of their own.
+    """
+
+    def __init__(
+        self, record: BatchRecord, *, world: int, capacity: int, cost: Cost = LINEAR, by_source: bool = False
+    ) -> None:
+        self._samples = samples_of(record.rollouts, by_source=by_source)
         lengths = [sample.tokens.length for sample in self._samples]
         self._dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
         self._counts = num_learned(self._samples)
@@ -78,10 +82,14 @@ class DealtBatch:
         )
 
 
-def samples_of(rollouts: list[Rollout]) -> list[Sample]:
+def samples_of(rollouts: list[Rollout], *, by_source: bool = False) -> list[Sample]:
     """Return the samples that are trained on, in the order of the journal, on which packing depends."""
     trained = [rollout for rollout in rollouts if rollout.masked is None]
-    return [Sample(sample, rollout.temperature) for rollout in trained for sample in rollout.samples]
+    return [
+        Sample(sample, rollout.temperature, rollout.env if by_source else "")
+        for rollout in trained
+        for sample in rollout.samples
+    ]
 
 
 def row_capacity(config: RunConfig) -> int:

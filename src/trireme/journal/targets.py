@@ -37,14 +37,14 @@ from trireme.messages import Tokens
 
 
 def advantages_of(
-    rollouts: Sequence[Rollout], rules: Rules, baselines: Baselines, *, custom: Estimator | None = None
+    rollouts: Sequence[Rollout], rules: Rules, baselines: Baselines, *, custom: Customs | None = None
 ) -> tuple[list[list[np.ndarray]], Baselines]:
     """Return advantages per rollout and sample, [T] float32 with 0 for untrained tokens; and the baselines after the
     batch.
 
     Args:
         rollouts: all rollouts of the batch.
-        custom: the user's estimator, if the rules ask for one.
+        custom: the user's estimators, if the rules ask for any (`estimators_of`).
     """
     groups = list(by_group(rollouts).values())
     estimated, after = estimates_of([scores_of(group, rules) for group in groups], rules, baselines, custom=custom)
@@ -58,19 +58,36 @@ def advantages_of(
 
 
 def estimates_of(
-    scored: list[list[GroupScores]], rules: Rules, baselines: Baselines, *, custom: Estimator | None = None
+    scored: list[list[GroupScores]], rules: Rules, baselines: Baselines, *, custom: Customs | None = None
 ) -> tuple[list[dict[str, np.ndarray]], Baselines]:
     """Return of each group the advantages of each agent's runs, and the baselines after the batch.
+
+    Sources with the same estimator are seen by it together, as one batch; those with another one apart from them.
 
     Args:
         scored: the `scores_of` each group of the batch.
     """
     flat = [scores for of_group in scored for scores in of_group]
-    estimated, after = estimate(rules.advantage, flat, baselines, decay=rules.decay, custom=custom)
+    places: dict[Any, list[int]] = {}
+    for place, scores in enumerate(flat):
+        places.setdefault(rules.of(scores.env).estimator, []).append(place)
 
-    # The estimator gets all agents of all groups in one list; hand its results back in the same order.
-    left = iter(estimated)
-    return [{scores.agent: next(left) for scores in of_group} for of_group in scored], after
+    estimated: dict[int, np.ndarray] = {}
+    for key, own_places in places.items():
+        own, groups = rules.of(flat[own_places[0]].env), [flat[place] for place in own_places]
+        found, baselines = estimate(
+            own.advantage,
+            groups,
+            baselines,
+            decay=own.decay,
+            custom=(custom or {}).get(key),
+            episode_agents=own.episode_agents,
+        )
+        estimated |= dict(zip(own_places, found, strict=True))
+
+    # The estimators get all agents of all groups in one list; hand their results back in the same order.
+    left = iter(estimated[place] for place in range(len(flat)))
+    return [{scores.agent: next(left) for scores in of_group} for of_group in scored], baselines
 
 
 def token_advantages(group: list[Rollout], of_agent: dict[str, np.ndarray], rules: Rules) -> Iterator[list[np.ndarray]]:
@@ -102,10 +119,16 @@ def rewards_by_agent(group: list[Rollout]) -> dict[str, np.ndarray]:
     return {agent: np.array(rewards, dtype=np.float64) for agent, rewards in sorted(found.items())}
 
 
-def estimator_of(rules: Rules) -> Estimator | None:
-    """Import the user's estimator, if the rules ask for one. Raises ConfigError if it cannot be imported."""
-    if rules.advantage != "custom":
-        return None
+Customs = dict[Any, Estimator]
+"""The user's estimators, by `Rules.estimator`."""
+
+
+def estimators_of(rules: Rules) -> Customs:
+    """Import the estimators of the user that the rules ask for. Raises ConfigError if one cannot be imported."""
+    return {each.estimator: _estimator_of(each) for each in rules.all if each.advantage == "custom"}
+
+
+def _estimator_of(rules: Rules) -> Estimator:
     function = load_function(rules.advantage_path or "", key="orchestrator.advantage.path")
 
     def ask(groups: list[GroupScores]) -> Any:
@@ -130,16 +153,22 @@ def by_group(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
 
 def scores_of(group: list[Rollout], rules: Rules) -> list[GroupScores]:
     """Return a group in the form that estimators take: one for each agent that has rewards of its own."""
-    scores = []
+    scores, rules = [], rules.of(group[0].env)
     for agent, rewards in rewards_by_agent(group).items():
-        runs = [(rollout, run) for rollout in group for run in agent_runs(rollout) if run.agent == agent]
-        lengths = np.array([num_sampled([rollout.samples[place] for place in run.samples]) for rollout, run in runs])
+        runs = [(number, rollout, run) for number, rollout in enumerate(group) for run in agent_runs(rollout)]
+        runs = [each for each in runs if each[2].agent == agent]
+        samples = [[rollout.samples[place] for place in run.samples] for _, rollout, run in runs]
+        lengths, episodes = np.array([num_sampled(each) for each in samples]), np.array([each[0] for each in runs])
 
         # Clip before the length penalty, so that the penalty is not clipped away.
         if rules.reward_clip is not None:
             rewards = np.clip(rewards, *rules.reward_clip)
-        rewards = with_length_penalty(rewards, lengths, rules.length_penalty)
-        scores.append(GroupScores(group[0].env, group[0].example, rewards, lengths, agent))
+        sizes: dict[str, np.ndarray] = {}
+        if rules.length_penalty is not None and rules.length_penalty.type == "group_linear":
+            sizes["inputs_G"] = np.array([sum(sample.length for sample in each) for each in samples]) - lengths
+            sizes["turns_G"] = np.array([sum(len([*runs_of(s.loss_mask)]) for s in each) for each in samples])
+        rewards = with_length_penalty(rewards, lengths, rules.length_penalty, **sizes)
+        scores.append(GroupScores(group[0].env, group[0].example, rewards, lengths, agent, episodes))
     return scores
 
 
@@ -154,6 +183,7 @@ def per_token(group: list[Rollout], advantages: list[np.ndarray], rules: Rules) 
     Args:
         advantages: [S] per rollout, one for each of its samples.
     """
+    rules = rules.of(group[0].env)
     # Step rewards are normalised over the whole group, so all its rollouts are handed over together.
     steps: Sequence[np.ndarray | float] = [0.0] * len(group)
     if any(rollout.token_rewards for rollout in group):
@@ -195,7 +225,7 @@ def is_zero(advantages: list[np.ndarray]) -> bool:
 
 def flaws_of(rollout: Rollout, rules: Rules) -> list[str]:
     """Return the flaws of a rollout that can be determined before its batch is full."""
-    filters = filters_of(rules)
+    filters = filters_of(rules.of(rollout.env))
     judged = [sample for sample in rollout.samples if sample.length >= shortest_judged(filters)]
     turns = ((sample.ids[run], sample.logprobs[run]) for sample in judged for run in runs_of(sample.loss_mask))
     return find_flaws(rollout.truncated, turns, filters)
@@ -213,7 +243,7 @@ def outcome_of(group: list[Rollout]) -> Outcome:
 
 def why_not_worth_it(group: list[Rollout], rules: Rules) -> str | None:
     """Return why a complete, fresh group is left out of batches; None if it is used."""
-    rewards = list(rewards_by_agent(group).values())
+    rewards, rules = list(rewards_by_agent(group).values()), rules.of(group[0].env)
     steps = np.concatenate([np.zeros(0), *(part for rollout in group for part in rollout.token_rewards)])
     if rules.needs_signal and not any(has_signal(each, steps[~np.isnan(steps)]) for each in rewards):
         return "no signal: all rewards of the group are equal"

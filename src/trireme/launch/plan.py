@@ -14,7 +14,7 @@ from trireme.base.devices import Devices
 from trireme.base.network import url_of
 from trireme.config.files import ProcessName, without_secrets
 from trireme.config.inference import InferenceServer
-from trireme.config.orchestrator import StatusServer
+from trireme.config.orchestrator import SOURCE_TABLES, StatusServer
 from trireme.config.run import RunConfig
 
 
@@ -157,16 +157,27 @@ def _facts(config: RunConfig) -> Iterator[str]:
     if orchestrator.env:
         yield f"env      {', '.join(environment.resolved_name for environment in orchestrator.env)}"
 
-    group = orchestrator.rollouts_per_example
+    sizes = {name: own.rollouts_per_example for name, own in orchestrator.sources.items()}
+    groups = f"{config.num_groups} groups x {next(iter(sizes.values()), orchestrator.rollouts_per_example)}"
+    if len(set(sizes.values())) > 1:
+        of_each = ", ".join(f"{name} x {size}" for name, size in sizes.items())
+        groups = f"about {config.num_groups} groups ({of_each}), the last of which may exceed it"
     yield (
-        f"batch    {orchestrator.batch_size} rollouts = {config.num_groups} groups x {group}; "
+        f"batch    {orchestrator.batch_size} rollouts = {groups}; "
         f"{config.max_steps * orchestrator.batch_size:,} rollouts in all"
     )
 
-    turn = orchestrator.sampling.max_tokens
+    # Each source may have tables of its own.
+    for each in orchestrator.env:
+        keys = [name for name in (*SOURCE_TABLES, "loss") if getattr(each, name) is not None]
+        if keys:
+            yield f"source   {each.resolved_name}: {', '.join(keys)} of its own"
+
+    turns = [own.sampling.max_tokens for own in orchestrator.sources.values()] or [orchestrator.sampling.max_tokens]
+    turn = " or ".join(f"{turn:,} tokens" if turn else "the context" for turn in dict.fromkeys(turns))
     yield (
         f"lengths  samples of up to {config.seq_len:,} tokens, context {config.inference.model.max_model_len:,}, "
-        f"turns of up to {f'{turn:,} tokens' if turn else 'the context'}"
+        f"turns of up to {turn}"
     )
 
     # The two limits on stale data: how far generation runs ahead, and the oldest token that is trained on.

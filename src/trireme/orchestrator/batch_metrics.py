@@ -106,6 +106,12 @@ def metrics_in_parts(
         lengths = [length for rollout, length in zip(rollouts, completions, strict=True) if rollout.env == name]
         yield {f"env/{name}/error_rate": _error_rate(own, [drop for drop in dropped if drop.env == name])}
         if own:
+            sampled = lags(step, np.concatenate([sample.versions for rollout in own for sample in rollout.samples]))
+            yield {
+                f"env/{name}/rollouts": len(own),
+                f"env/{name}/lag_mean": float(sampled.mean()),
+                f"env/{name}/masked_frac": float(np.mean([rollout.masked is not None for rollout in own])),
+            }
             yield _environment(name, own, lengths, [outcome for outcome in outcomes if outcome.env == name])
 
 
@@ -175,9 +181,9 @@ def state_metrics(state: State, *, config: RunConfig) -> Metrics:
         if state.stage_reward is not None:
             metrics["curriculum/reward"] = state.stage_reward
 
-    pools = config.orchestrator.buffer.pools
-    for name, scores in state.scores.items() if pools else ():
-        assert pools is not None
+    for name, scores in state.scores.items():
+        if (pools := config.orchestrator.of(name).buffer.pools) is None:
+            continue
         easy = int((scores.means >= pools.easy_threshold).sum())
         hard = int((scores.means <= pools.hard_threshold).sum())
         metrics |= {

@@ -11,12 +11,13 @@ from trireme.algo.rules import rules_of
 from trireme.algo.staleness import is_too_old
 from trireme.base.background import with_pauses
 from trireme.base.log import get_logger
+from trireme.config.orchestrator import Filters
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, Rollout, State
 from trireme.journal.targets import (
     by_group,
     estimates_of,
-    estimator_of,
+    estimators_of,
     filters_of,
     flaws_of,
     is_zero,
@@ -52,16 +53,18 @@ class Batcher:
     config: RunConfig
     scheduler: Scheduler
     state: State  # to resume from
-    teacher: Teacher | None = None
+    teachers: dict[str, Teacher] = field(default_factory=dict)  # per environment that has one
 
     def __post_init__(self) -> None:
         self._rules = rules_of(self.config)
-        self._filters = filters_of(self._rules)
-        self._custom = estimator_of(self._rules)
+        self._custom = estimators_of(self._rules)
         self._baselines = dict(self.state.baselines)
 
     async def fill(self, step: int) -> Filled:
-        """Return exactly `batch_size` rollouts with their advantages, and all that were dropped on the way.
+        """Return a batch with its advantages, and all that was dropped on the way.
+
+        It has exactly `batch_size` rollouts, or with groups of different sizes as many as whole groups give that reach
+        it: less than the last group more.
 
         Raises:
             ConfigError: a function of the user returned no advantages.
@@ -69,17 +72,18 @@ class Batcher:
         """
         filled = Filled()
         groups: list[Group] = []
-        while len(groups) < self.config.num_groups:
+        while self.scheduler.num_accepted < self._rules.batch_size:
             # Filtering may leave fewer groups than were issued, so this asks for more until the batch is full.
             group = await self.scheduler.next_group()
 
             # A group that the scheduler has dropped already keeps its reason.
+            size = self._rules.of(group.task.env).group_size
             if group.reason is None and (reason := self._why_drop(group, step, filled.outcomes)) is not None:
-                group.drop(reason, self._rules.group_size)
+                group.drop(reason, size)
             filled.dropped += group.dropped
             if group.reason is None:
                 groups.append(group)
-                self.scheduler.num_accepted += 1
+                self.scheduler.num_accepted += size
             else:
                 self.scheduler.not_accepted(group.reason)
 
@@ -89,8 +93,9 @@ class Batcher:
         filled.rollouts = [rollout for group in groups for rollout in group.rollouts]
 
         # In this order, as advantages need the teacher's logprobs, and masks need the flaw that advantages show.
-        if self.teacher is not None:
-            await self.teacher.score(filled.rollouts)
+        for name, teacher in self.teachers.items():
+            if own := [rollout for rollout in filled.rollouts if rollout.env == name]:
+                await teacher.score(own)
         await self._give_advantages(filled)
         self._mask(filled.rollouts, step)
         return filled
@@ -105,9 +110,12 @@ class Batcher:
         outcomes.append(outcome_of(group.rollouts))
         for rollout in group.rollouts:
             rollout.flaws = flaws_of(rollout, self._rules)
-            if (flaw := flaw_with("drop", rollout.flaws, self._filters)) is not None:
+            if (flaw := flaw_with("drop", rollout.flaws, self._filters_of(rollout))) is not None:
                 return f"{flaw}: rollout {rollout.place} of its group"
         return why_not_worth_it(group.rollouts, self._rules)
+
+    def _filters_of(self, rollout: Rollout) -> Filters:
+        return filters_of(self._rules.of(rollout.env))
 
     async def _give_advantages(self, filled: Filled) -> None:
         groups = list(by_group(filled.rollouts).values())
@@ -123,7 +131,7 @@ class Batcher:
 
     def _mask(self, rollouts: list[Rollout], step: int) -> None:
         for rollout in rollouts:
-            rollout.masked = flaw_with("mask", rollout.flaws, self._filters)
+            rollout.masked = flaw_with("mask", rollout.flaws, self._filters_of(rollout))
         if all(rollout.masked is not None for rollout in rollouts):
             why = sorted({str(rollout.masked) for rollout in rollouts})
             log.warning(

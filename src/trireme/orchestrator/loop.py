@@ -153,9 +153,14 @@ class Orchestrator:
         self.lanes = Lanes(config, stack.enter_context(open_spans(config.paths.spans)), pool)
 
         # Teacher and environments are checked as they open, so that a mistake in them ends the run before any rollout.
-        teacher = await stack.enter_async_context(
-            open_teacher(config.orchestrator.teacher, tokenizer, waits, max_model_len=pool.max_model_len)
-        )
+        own_teachers = {name: own.teacher for name, own in config.orchestrator.sources.items() if own.teacher}
+        opened = {
+            each: await stack.enter_async_context(
+                open_teacher(each, tokenizer, waits, max_model_len=pool.max_model_len)
+            )
+            for each in dict.fromkeys(own_teachers.values())
+        }
+        teachers = {name: opened[own] for name, own in own_teachers.items()}
         self.environments = environments = await _open_environments(
             config, config.orchestrator.env, stack, waits, trained=True
         )
@@ -184,7 +189,7 @@ class Orchestrator:
         self.scheduler = Scheduler(
             config, environments, self.buffer, policy, runner, waits, next_batch=state.next_batch
         )
-        self.batcher = Batcher(config, self.scheduler, state, teacher=teacher)
+        self.batcher = Batcher(config, self.scheduler, state, teachers)
 
         # The evaluator registers the versions that it needs here, before any of them can go live and be replaced.
         self.evaluator = Evaluator(config, evaluated, policy, runner, self.metrics, waits)
@@ -334,7 +339,7 @@ async def _open_environments(
                 "was expected. Check its `args`."
             )
         if trained:
-            environment.check_group_size(config.orchestrator.rollouts_per_example)
+            environment.check_group_size(config.orchestrator.of(environment.name).rollouts_per_example)
     return {environment.name: environment for environment in environments}
 
 

@@ -7,10 +7,11 @@ dropped with the reason. A group whose first token would be too old for the batc
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from trireme.algo.staleness import groups_allowed, is_too_old
+from trireme.algo.staleness import is_too_old, rollouts_allowed
 from trireme.base.errors import AllRolloutsFail, TriremeError
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
@@ -81,11 +82,12 @@ class Scheduler:
     runner: RolloutRunner
     waits: Waits
     next_batch: int
-    num_accepted: int = 0  # groups in the batch that is being filled
+    num_accepted: int = 0  # rollouts in the batch that is being filled
     num_failures: int = 0
     _under_way: dict[int, Group] = field(default_factory=dict)
     _finished: dict[int, Group] = field(default_factory=dict)
-    _issued: list[int] = field(default_factory=list)  # in order, not yet handed out
+    _issued: dict[int, OpenGroup] = field(default_factory=dict)  # in order, not yet handed out
+    _num_issued: int = 0  # their rollouts
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _dropped: Counter[str] = field(default_factory=Counter)  # groups, while this batch is filled, by reason
@@ -95,7 +97,7 @@ class Scheduler:
     _hopeless: TriremeError | None = None
 
     def __post_init__(self) -> None:
-        self._group_size = self.config.orchestrator.rollouts_per_example
+        self._settings = {name: self.config.orchestrator.of(name) for name in self.environments}
 
     async def run(self) -> None:
         """Issue groups until cancelled."""
@@ -108,7 +110,8 @@ class Scheduler:
                     reach("rollout.begun")
                     group = Group(task=self.buffer.take(), issued_at=self.policy.version)
                     self._under_way[group.task.id] = group
-                    self._issued.append(group.task.id)
+                    self._issued[group.task.id] = group.task
+                    self._num_issued += self._size_of(group.task)
                     group.runner = asyncio.create_task(self._run_group(group))
                     await asyncio.sleep(0)  # one group per iteration of the event loop
                 await self._changed.wait()
@@ -122,41 +125,47 @@ class Scheduler:
             self._cancel_stale()
             self._changed.set()
 
+    def _size_of(self, task: OpenGroup) -> int:
+        return self._settings[task.env].rollouts_per_example
+
     def _may_issue(self) -> bool:
         version = self.policy.version
         if version < 0 or self.next_batch >= self.config.max_steps:
             return False
 
         # Near the end of the run, fewer batches are left than the policy may lag behind.
-        allowed = groups_allowed(
+        allowed = rollouts_allowed(
             version=version,
             next_batch=self.next_batch,
             max_async_level=min(self.config.max_async_level, self.config.max_steps - 1 - version),
-            groups_per_batch=self.config.num_groups,
+            batch_size=self.config.orchestrator.batch_size,
         )
+        num_begun = self.num_accepted + self._num_issued
+        if num_begun < allowed or self.config.synchronous:
+            return num_begun < allowed
 
         # Spare groups keep a few slow ones from holding up a batch, which takes groups as they finish.
-        if not self.config.synchronous:
-            allowed = int(allowed * self.config.orchestrator.oversampling_factor)
-        return len(self._issued) + self.num_accepted < allowed
+        spare = math.floor(allowed * self.config.orchestrator.oversampling_factor + 1e-6)
+        return num_begun + max(own.rollouts_per_example for own in self._settings.values()) <= spare
 
     async def _run_group(self, group: Group) -> None:
-        places = range(self._group_size)
+        size = self._size_of(group.task)
+        places = range(size)
         try:
             group.rollouts = await gather_or_cancel(self._run_rollout(group, place) for place in places)
         except _GaveUp as error:
-            group.drop(f"group given up: {error}", self._group_size)
+            group.drop(f"group given up: {error}", size)
         except TriremeError as error:
             # The error is not this rollout's alone: `next_group` raises it, and the run ends.
             self._hopeless = self._hopeless or error
-            group.drop(f"group given up: {error}", self._group_size)
+            group.drop(f"group given up: {error}", size)
         except Exception as error:  # our own bug: without this, the batch would wait for the group forever
             log.exception("a rollout of %s example %d failed unexpectedly", group.task.env, group.task.example)
             self._hopeless = self._hopeless or TriremeError(
                 f"A rollout failed unexpectedly: {error!r} - expected a result or a `RolloutFailed`. Look at the "
                 "traceback above."
             )
-            group.drop(f"group given up: {error!r}", self._group_size)
+            group.drop(f"group given up: {error!r}", size)
 
         # Unless `_cancel_stale` has taken the group out meanwhile.
         if self._under_way.pop(group.task.id, None) is not None:
@@ -166,7 +175,7 @@ class Scheduler:
     async def _run_rollout(self, group: Group, place: int) -> Rollout:
         """Return one rollout of the group, after as many attempts as it takes and may take."""
         task, attempts = group.task, self.config.orchestrator.max_rollout_attempts
-        environment, sampling = self.environments[task.env], self.config.orchestrator.sampling
+        environment, sampling = self.environments[task.env], self._settings[task.env].sampling
         name, last = f"{task.id}-{place}", ""
 
         # An orchestrator before this one may have used some of the attempts. They are not repeated.
@@ -174,7 +183,7 @@ class Scheduler:
         group.dropped += [_drop(task, place, earlier, FAILED_BEFORE) for earlier in range(first)]
 
         for attempt in range(first, attempts):
-            spec = RolloutSpec("train", task.example, place, name, str(task.id), self._group_size, attempt)
+            spec = RolloutSpec("train", task.example, place, name, str(task.id), self._size_of(task), attempt)
             try:
                 rollout = await self.runner.run(environment, spec, sampling=sampling)
             except RolloutFailed as failure:
@@ -240,10 +249,10 @@ class Scheduler:
                     raise self._hopeless
 
                 # A synchronous run is reproducible: it takes groups in the order of issue, however they finish.
-                candidates = self._issued[:1] if self.config.synchronous else list(self._finished)
-                if candidates and candidates[0] in self._finished:
-                    self._issued.remove(candidates[0])
-                    group = self._finished.pop(candidates[0])
+                first = next(iter(self._issued if self.config.synchronous else self._finished), None)
+                if first in self._finished:
+                    self._num_issued -= self._size_of(self._issued.pop(first))
+                    group = self._finished.pop(first)
                     # The place of a dropped group is free for another one.
                     if group.reason is not None:
                         self._changed.set()
@@ -292,22 +301,21 @@ class Scheduler:
             if is_too_old(self.next_batch, group.issued_at, limit) and group.runner is not None:
                 group.runner.cancel()
                 self._under_way.pop(group.task.id, None)
-                group.drop(f"stale: begun under version {group.issued_at}", self._group_size)
+                group.drop(f"stale: begun under version {group.issued_at}", self._size_of(group.task))
                 self._finished[group.task.id] = group
                 self._arrived.set()
 
     def open_groups(self) -> list[OpenGroup]:
         """Return groups that were issued and are in no batch yet, in order."""
-        groups = self._under_way | self._finished
-        return [groups[number].task for number in self._issued] + self.buffer.reopened
+        return [*self._issued.values(), *self.buffer.reopened]
 
     def describe(self) -> str:
-        missing = self.config.num_groups - self.num_accepted
+        size, missing = self.config.orchestrator.batch_size, self.config.orchestrator.batch_size - self.num_accepted
         version = max(0, self.next_batch - self.config.max_async_level)
         idle = f"none may start before version {version} is live" if self.policy.version < version else "none started"
-        under_way = f"{len(self._under_way)} under way" if self._under_way else idle
+        under_way = f"{len(self._under_way)} groups under way" if self._under_way else idle
         dropped = f", dropped meanwhile: {self._drop_reasons()}" if self._dropped else ""
-        return f"{missing} of {self.config.num_groups} groups missing, {under_way}{dropped}"
+        return f"{missing} of {size} rollouts missing, {under_way}{dropped}"
 
     @property
     def num_under_way(self) -> int:

@@ -97,16 +97,13 @@ class Teacher:
 
 @asynccontextmanager
 async def open_teacher(
-    config: TeacherConfig | None, tokenizer: ChatTokenizer, waits: Waits, *, max_model_len: int
-) -> AsyncIterator[Teacher | None]:
-    """Connect to the run's teacher; None if it has none.
+    config: TeacherConfig, tokenizer: ChatTokenizer, waits: Waits, *, max_model_len: int
+) -> AsyncIterator[Teacher]:
+    """Connect to a teacher of the run.
 
     Raises: ConfigError if it does not answer, has another tokenizer than the policy, or no longer context than
         the policy (`max_model_len`).
     """
-    if config is None:
-        yield None
-        return
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.timeout_s)) as session:
 
         async def ask(method: str, url: str, **how: Any) -> Any:
@@ -147,4 +144,5 @@ async def open_teacher(
 
 
 def _base(config: TeacherConfig) -> str:
+    assert config.base_url, "refused by the rules"
     return config.base_url.rstrip("/")

@@ -47,7 +47,8 @@ def command(argv: list[str]) -> int:
 
     run_file = find_run_file(arguments.run, "trainer")
     config = read_config(arguments.run, run_file, detect_devices())
-    code = {"trainer.loss.path": config.trainer.loss.path, "trust_remote_code": config.trainer.model.trust_remote_code}
+    paths = {path for own in config.losses.values() if (path := own.trainer.loss.path)}
+    code = {"trainer.loss.path": ", ".join(sorted(paths)), "trust_remote_code": config.trainer.model.trust_remote_code}
     if named := [f"{key} = {value}" for key, value in code.items() if value and not arguments.run_code]:
         # the author of the folder could have anything run on this machine
         raise ConfigError(

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from trireme.algo.columns import Columns, LossFunction, Totals
 from trireme.algo.loss.divergence import kl_estimate
 from trireme.algo.loss.loss import effective_share, policy_loss
-from trireme.base.errors import NotFinite
+from trireme.algo.loss.mixture import OF, OTHERS, mixed_loss
+from trireme.base.errors import ConfigError, NotFinite
 from trireme.base.log import get_logger
 from trireme.base.timing import Timer
 from trireme.config.losses import Loss, resolve_loss
@@ -50,13 +51,13 @@ def base_state(config: RunConfig, world: World) -> TrainerState:
     """
     trainer, settings = config.trainer, [each for _, each in Settings(config).eras()]
     for each in settings:
-        policy_gradient(each.trainer.loss, length=each.loss_length)  # raises before anything expensive
+        run_loss(each)  # raises before anything expensive
 
     torch.manual_seed(config.seed)  # for weights `from_scratch` and for dropout
     model = load_model(trainer.model, trainer.model.name or config.model.name, world)
 
     # Eras may differ in whether they need a reference. It is loaded if any does.
-    needs_reference = any(each.trainer.loss.beta for each in settings)
+    needs_reference = any(own.trainer.loss.beta for each in settings for own in each.losses.values())
     reference = load_reference(config, model, world) if needs_reference else None
     return TrainerState(model=model, optimizer=build_optimizer(model, trainer.optim), reference=reference)
 
@@ -72,6 +73,19 @@ def policy_gradient(loss: Loss, *, length: int = 1) -> LossFunction:
     """
     recipe = resolve_loss(loss, length=length)
     return partial(policy_loss, recipe=recipe, custom=load_custom_loss(recipe))
+
+
+def run_loss(config: RunConfig) -> tuple[LossFunction, list[Loss]]:
+    """Return the loss of a run, which may be another one for each source, and the recipes that it is made of.
+
+    Raises:
+        ConfigError: a loss function of the user's cannot be loaded.
+    """
+    recipes = {name: resolve_loss(own.trainer.loss, length=own.loss_length) for name, own in config.losses.items()}
+    losses = {name: (policy_gradient(recipe), recipe.proximal == "recomputed") for name, recipe in recipes.items()}
+    if len(losses) == 1:
+        return losses[OTHERS][0], [*recipes.values()]
+    return partial(mixed_loss, losses=losses, names=tuple(config.orchestrator.sources)), [*recipes.values()]
 
 
 @dataclass
@@ -95,8 +109,7 @@ class Stepper:
         self._use(self.config)
 
     def _use(self, config: RunConfig) -> None:
-        self._recipe = resolve_loss(config.trainer.loss, length=config.loss_length)
-        self._loss = policy_gradient(self._recipe)
+        self._loss, self._recipes = run_loss(config)
         self._used = config
 
     def step(self, batch: BatchReply) -> dict[str, float]:
@@ -106,6 +119,7 @@ class Stepper:
         # A repeated step is trained by the settings of its time.
         if config is not self._used:
             self._use(config)
+        _check_sources(batch, config)
         trainer = config.trainer
 
         place, length = state.version + self._schedule_shift, config.max_steps + self._schedule_shift
@@ -135,8 +149,9 @@ class Stepper:
 
     def fixed_logprobs(self) -> FixedLogprobs:
         """Return what a batch's logprobs are compared with, still empty."""
-        reference = self.state.reference if self._recipe.beta else None
-        return FixedLogprobs(recomputed=self._recipe.proximal == "recomputed", reference=reference)
+        reference = self.state.reference if any(recipe.beta for recipe in self._recipes) else None
+        recomputed = any(recipe.proximal == "recomputed" for recipe in self._recipes)
+        return FixedLogprobs(recomputed=recomputed, reference=reference)
 
     def compute_gradients(self, batch: BatchReply, fixed: FixedLogprobs) -> dict[str, float]:
         """Accumulate the gradients of the whole batch's loss; return metrics. A collective."""
@@ -149,9 +164,23 @@ class Stepper:
             loss_function=self._loss,
             world=self.world,
             fixed=fixed,
-            entropy_gradient=self._recipe.entropy_bonus > 0,
+            entropy_gradient=any(recipe.entropy_bonus > 0 for recipe in self._recipes),
             logprob_log=self.logprob_log,
         ) | expert_metrics(self.state.model)
+
+
+def _check_sources(batch: BatchReply, config: RunConfig) -> None:
+    """Raises: ConfigError if the orchestrator and this trainer do not know of the same losses."""
+    known = set(config.orchestrator.sources) if len(config.losses) > 1 else set()
+    rows = [row for row in batch.micro_batches if row.tokens.loss_mask.any()]
+    named = {source for row in rows for source in row.sources}
+    if not named <= known or (known and not all(row.sources for row in rows)):
+        theirs, ours = (", ".join(sorted(names)) or "none by name" for names in (named, known))
+        raise ConfigError(
+            f"Batch {batch.step} has samples of sources with losses of their own: {theirs}; this trainer has those of: "
+            f"{ours} (`[orchestrator.env.loss]`) - expected the same. Start the trainer and the orchestrator with the "
+            "same `[[orchestrator.env]]` tables."
+        )
 
 
 def merge_iterations(iterations: list[dict[str, float]]) -> dict[str, float]:
@@ -229,13 +258,25 @@ def _means(sums: dict[str, float], loss_tokens: int) -> dict[str, float]:
     # These sums have divisors of their own, or none; all others are divided by the batch's loss tokens.
     fresh, mismatch, loss = sums.pop("fresh_tokens"), sums.pop("mismatch_sum"), sums.pop("loss")
     weights, squared_weights = sums.pop("weights", 0.0), sums.pop("squared_weights", 0.0)
-    means = {name: total / max(1, loss_tokens) for name, total in sums.items()}
+    of_sources = {name: sums.pop(name) for name in [*sums] if OF in name}
+    means = {name: total / max(1, loss_tokens) for name, total in sums.items()} | _means_of_sources(of_sources)
     means |= {"loss": loss, "policy/entropy": means.pop("entropy_sum")}
 
     if squared_weights:
         means["ess"] = effective_share(weights, squared_weights, loss_tokens)
     if fresh:
         means["mismatch_kl"] = mismatch / fresh
+    return means
+
+
+def _means_of_sources(sums: dict[str, float]) -> dict[str, float]:
+    """Return the means over each source's own tokens; of a source without any, nothing. Its loss is a part of a sum."""
+    means: dict[str, float] = {}
+    for name, total in sums.items():
+        measure, _, source = name.partition(OF)
+        tokens = sums[f"tokens{OF}{source}"]
+        if tokens:
+            means[f"{measure}/{source}"] = total if measure in ("loss", "tokens") else total / tokens
     return means
 
 

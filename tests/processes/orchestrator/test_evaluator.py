@@ -108,12 +108,34 @@ def test_so_many_versions_are_due(tmp_path, evaluation, due):
     assert evaluator.is_done(1) is (evaluation is not None)
 
 
+def test_each_environment_is_evaluated_at_its_own_interval(tmp_path):
+    held = {"id": str(tmp_path / "toy.py"), "name": "held", "interval": 2, "eval_base": False, "num_examples": 1}
+    other = {"id": str(tmp_path / "toy.py"), "name": "other", "rollouts_per_example": 2}
+    other |= {"sampling": {"temperature": 0.25}}
+    evaluation = {"env": [held, other], "interval": 3, "num_examples": 3}
+    config = build_config(tmp_path, WITH_HELD_OUT, max_steps=4, orchestrator={"eval": evaluation})
+    outcome = run(config)
+    assert outcome.error is None
+    found = {path.parent.name: set() for path in config.paths.evals.glob("*/*.jsonl")}
+    for path in config.paths.evals.glob("*/*.jsonl"):
+        found[path.parent.name].add(path.stem)
+    assert found == {"step_0": {"other"}, "step_2": {"held"}, "step_3": {"other"}, "step_4": {"held", "other"}}
+    assert [(row["example"], row["rollout"]) for row in lines(config, 4, "held.jsonl")] == [(0, 0)]
+    expected = [(example, rollout) for example in range(3) for rollout in range(2)]
+    assert [(row["example"], row["rollout"]) for row in lines(config, 4, "other.jsonl")] == expected
+    rows = eval_rows(config)
+    assert sorted(rows) == [0, 2, 3, 4]
+    assert "eval/other/pass@2" in rows[3]
+    assert not [name for name in rows[3] if name.startswith("eval/held/")]
+    assert {asked.sampling["temperature"] for asked in outcome.engine.requests} == {0.0, 0.25, 1.0}
+
+
 def test_training_keeps_three_quarters_of_an_environments_slots(tmp_path):
     def slots(num_environments: int, *, is_trained_on: bool, group_rewards: bool = False, **sizes: int) -> int:
         env = [{"id": "say.py", "name": f"say-{number}"} for number in range(num_environments)]
         evaluation = {"rollouts_per_example": 3} | ({} if is_trained_on else {"env": env})
         config = build_config(tmp_path, orchestrator={"eval": evaluation, "env": env} | sizes)
-        own = SimpleNamespace(config=SimpleNamespace(max_concurrent=8), group_rewards=group_rewards)
+        own = SimpleNamespace(config=SimpleNamespace(max_concurrent=8), name="say-0", group_rewards=group_rewards)
         return max_concurrent_rollouts(config, own)
 
     assert slots(1, is_trained_on=True) == 2
@@ -322,7 +344,7 @@ def test_orchestrator_reports_its_health_state_and_waits_over_http(tmp_path):
     assert status["engines"] == [{"url": outcome.engine.url, "state": "live", "version": 0, "in_flight": 0}]
     ours, trainers = status["waits"]
     assert (ours["who"], ours["peer"], ours["what"]) == ("orchestrator", "trainer", "rollouts of batch 2")
-    assert "2 of 2 groups missing, none may start before version 1 is live" in ours["text"]
+    assert "8 of 8 rollouts missing, none may start before version 1 is live" in ours["text"]
     assert trainers == {"who": "trainer", "text": "trainer waits 3 s for batch 7 from orchestrator"}
     assert status["processes"]["trainer"]["state"] == "running"
     (warning,) = status["warnings"]

@@ -3,20 +3,24 @@
 import asyncio
 import itertools
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from support.engines.fake_engine import PATIENCE_S, Asked, answer_at_random
 from support.runs.whole_run import WholeRun, build_config, entries, run
+from support.runs.written_run import rewrite_batch
 from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.journal.records import BatchRecord, OpenGroup
+from trireme.journal.journal import Journal
+from trireme.journal.records import BatchRecord, OpenGroup, Rollout
 from trireme.monitor.metrics import read_metrics
 from trireme.orchestrator.evaluation.results import read_eval_results, results_path
 from trireme.orchestrator.scheduler import Scheduler
@@ -108,6 +112,47 @@ def test_a_stale_group_never_reaches_a_batch(tmp_path):
     records = whole_batches_of(outcome, reasons=("stale: begun under version 0",))
     assert sum(len(record.dropped) for record in records) == 4
     assert max(lags_of(outcome)) <= 1
+
+
+def of_own(record: BatchRecord) -> Rollout:
+    return next(rollout for rollout in record.rollouts if rollout.env == "own")
+
+
+SOURCE_FAULTS = {
+    "number of rollouts": lambda record: record.rollouts.__delitem__(slice(-len(record.rollouts) // 2, None)),
+    "temperature": lambda record: setattr(of_own(record), "temperature", 1.0),
+    "advantages": lambda record: setattr(of_own(record), "reward", of_own(record).reward + 0.5),
+    "place 3": lambda record: record.rollouts.append(msgspec.structs.replace(of_own(record), place=3)),
+}
+"""Changes of a batch that the run's rules allow, and those of a source do not; and a word of what is reported."""
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_sources_fill_batches_with_groups_of_their_own_sizes(tmp_path, level):
+    """As a journal, it is audited by the rules of each source."""
+    toy = str(tmp_path / "toy.py")
+    own = {"rollouts_per_example": 3, "sampling": {"temperature": 0.5, "max_tokens": 4}, "advantage": {"type": "rae"}}
+    own |= {"filters": {"truncated": "mask"}, "buffer": {"pools": {}}, "length_penalty": {"type": "group_linear"}}
+    env = [{"id": toy, "name": "say"}, {"id": toy, "name": "own", **own}]
+    config = build_config(tmp_path, EVEN_ONES_FAIL, max_steps=6, max_async_level=level, orchestrator={"env": env})
+    outcome = audited(run(config))
+    for record in outcome.records:
+        sizes = Counter((rollout.env, rollout.group) for rollout in record.rollouts)
+        assert {size for (name, _), size in sizes.items() if name == "own"} <= {3}
+        assert {size for (name, _), size in sizes.items() if name == "say"} <= {4}
+        assert 8 <= len(record.rollouts) <= 8 + 3
+        assert {rollout.temperature for rollout in record.rollouts if rollout.env == "own"} <= {0.5}
+    assert {rollout.env for record in outcome.records for rollout in record.rollouts} == {"say", "own"}
+    assert set(outcome.records[-1].state.scores) == set(outcome.records[-1].state.baselines) == {"own"}
+    asked = {(each.sampling["temperature"], each.sampling["max_tokens"]) for each in outcome.engine.requests}
+    assert asked == {(1.0, 8), (0.5, 4)}
+
+    for words, plant in SOURCE_FAULTS.items():
+        step = next(record.step for record in outcome.records if any(one.env == "own" for one in record.rollouts))
+        whole = (path := Journal(config.paths.journal).path(step)).read_bytes()
+        rewrite_batch(config, step, plant)
+        assert words in audit_run(config.paths.root).text(), words
+        path.write_bytes(whole)
 
 
 def test_a_group_that_fails_is_dropped_and_replaced(tmp_path):

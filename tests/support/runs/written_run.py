@@ -216,7 +216,7 @@ def take_fresh(buffer: Buffer) -> OpenGroup | None:
 def give_advantages(rollouts: list[Rollout], rules: Rules, before: State) -> dict[str, float]:
     """As a batcher does; returns the running means after the batch."""
     per_rollout, baselines = targets.advantages_of(
-        rollouts, rules, before.baselines, custom=targets.estimator_of(rules)
+        rollouts, rules, before.baselines, custom=targets.estimators_of(rules)
     )
     for rollout, parts in zip(rollouts, per_rollout, strict=True):
         rollout.samples = [targets.with_advantages(*both) for both in zip(rollout.samples, parts, strict=True)]

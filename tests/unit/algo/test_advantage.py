@@ -13,13 +13,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trireme.algo.advantage import OF_GROUP, GroupScores, check_custom, distillation_term, ema, estimate
+from trireme.algo.advantage import OF_GROUP, GroupScores, check_custom, distillation_term, ema, estimate, rae
 from trireme.algo.filters import FLAWS, is_gibberish, repeats
 from trireme.algo.length_penalty import with_length_penalty
-from trireme.algo.staleness import groups_allowed
+from trireme.algo.staleness import rollouts_allowed
 from trireme.config.orchestrator import Advantage, Filters, LengthPenalty
 
-KINDS = [*OF_GROUP, "ema", "batch", "group_batch"]
+KINDS = [*OF_GROUP, "hierarchical_grpo", "ema", "rae", "batch", "group_batch"]
 
 rewards = st.integers(-30_000, 30_000).map(lambda number: number / 10_000)  # what differs does so by more than SAME
 
@@ -31,11 +31,20 @@ def scores_of(groups: list[list[float]]) -> list[GroupScores]:
 def by_definition(kind: str, groups: list[list[float]]) -> list[list[float]]:
     everything = [reward for group in groups for reward in group]
     centred = [reward - statistics.fmean(group) for group in groups for reward in group]
+    if kind == "rae":  # its baseline is 0 before the first run, and moves with each
+        mean, found = 0.0, []
+        for group in groups:
+            found.append([])
+            for reward in group:
+                found[-1].append(reward - mean)
+                mean = 0.9 * mean + 0.1 * reward
+        return found
 
     def one(reward: float, group: list[float]) -> float:
         mean = math.fsum(group) / len(group)
         return {
             "group_mean": lambda: reward - mean,
+            "hierarchical_grpo": lambda: reward - mean,  # without agents that are compared within a rollout
             "group_mean_std": lambda: (reward - mean) / (statistics.pstdev(group) + 1e-6),
             "leave_one_out": lambda: reward - (math.fsum(group) - reward) / max(1, len(group) - 1),
             "max_rl": lambda: (reward - mean) / mean if mean > 1e-6 else 0.0,
@@ -63,7 +72,7 @@ def test_each_advantage_estimator_agrees_with_its_definition(kind, groups):
     assert ([group.rewards.tolist() for group in scored], baselines) == (groups, {})
 
 
-@pytest.mark.parametrize("kind", sorted({*KINDS} - {"none", "ema"}))
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"none", "ema", "rae"}))
 @pytest.mark.parametrize("reward", [0.07, 0.1, 0.55, 0.6, 0.99])
 def test_equal_rewards_give_no_advantage_whatever_their_number(kind, reward):
     """In floating point the mean of three rewards of 0.1 is not 0.1, and 0.3 is not 0.1 + 0.2."""
@@ -81,6 +90,23 @@ def test_a_running_mean_by_hand():
     assert [list(values) for values in advantages] == [[-0.25, 0.75], [-1.0, 1.0]]
     assert after == pytest.approx({"a": 0.9 * 0.25 + 0.1 * 0.5, "b": 3.0, "absent": 5.0})
     assert before == {"a": 0.25, "absent": 5.0}
+
+
+def test_a_role_is_compared_with_its_own_running_mean_by_hand():
+    groups, before = [np.array([1.0, -1.0]), np.array([2.0]), np.array([1.0])], {"b": 1.0}
+    advantages, after = rae(groups, ["a/first", "b", "a/first"], before, decay=0.5)
+    # a/first: 1 - 0; then its mean is 0.5: -1 - 0.5; then -0.25: 1 + 0.25
+    assert [list(values) for values in advantages] == [[1.0, -1.5], [1.0], [1.25]]
+    assert (after, before) == ({"a/first": 0.375, "b": 1.5}, {"b": 1.0})
+
+
+def test_solvers_are_compared_within_their_rollout_by_hand():
+    given = {"env": "a", "example": 0, "lengths": np.ones(5, dtype=int), "episodes": np.array([0, 0, 1, 1, 2])}
+    rewards = np.array([1.0, 0.0, 4.0, 2.0, 3.0])
+    groups = [GroupScores(agent=agent, rewards=rewards, **given) for agent in ("solver", "proposer")]
+    (solvers, proposers), _ = estimate("hierarchical_grpo", groups, {}, decay=0.9, episode_agents=["solver"])
+    assert solvers.tolist() == [0.5, -0.5, 1.0, -1.0, 0.0]
+    assert proposers.tolist() == [-1.0, -2.0, 2.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +142,16 @@ def test_a_reward_loses_the_weighted_penalty(kind, lengths, rewards, expected):
     assert with_length_penalty(np.array(rewards), np.array(lengths), rules).tolist() == expected
 
 
+def test_group_linear_takes_shares_of_the_groups_longest():
+    rules = LengthPenalty(type="group_linear", max_length=9, buffer=1, num_output_tokens_weight=0.5)
+    sizes = {"inputs_G": np.array([0, 40]), "turns_G": np.array([1, 4])}
+    found = with_length_penalty(np.array([1.0, 0.0]), np.array([10, 20]), rules, **sizes)
+    # the mean reward is 0.5: 0.5 * (0.5 * 10/20 + 0.1 * 0/40 + 0.1 * 1/4) and 0.5 * (0.5 + 0.1 + 0.1)
+    assert found == pytest.approx([1.0 - 0.1375, -0.35])
+    none_solved = with_length_penalty(np.zeros(2), np.array([10, 20]), rules, **sizes)
+    assert none_solved.tolist() == [0.0, 0.0]
+
+
 def test_a_token_that_a_teacher_rules_out_has_a_bounded_advantage():
     """vLLM's floor, a logprob of 0 probability, and a token that the policy's own logprob rules out."""
     teacher, logprobs = np.array([-9999.0, -math.inf, -1.0, -math.inf]), np.array([-1.0, -1.0, -math.inf, -math.inf])
@@ -126,7 +162,7 @@ def test_everything_that_may_be_configured_is_implemented_and_documented():
     kinds = {*get_args(Advantage.model_fields["type"].annotation)}
     assert kinds == {*KINDS, "custom"}
     penalties = {*get_args(LengthPenalty.model_fields["type"].annotation)}
-    assert penalties == {"soft_overlong", "relative", "linear"}
+    assert penalties == {"soft_overlong", "relative", "linear", "group_linear"}
     flaws = {name for name, field in Filters.model_fields.items() if get_args(field.annotation)[:1] == ("count",)}
     assert flaws == set(FLAWS)
     text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
@@ -157,9 +193,9 @@ def test_gibberish_is_what_a_loop_finds(logprobs, window):
 numbers = st.integers(0, 50)
 
 
-@given(version=numbers, next_batch=numbers, level=st.integers(0, 8), groups=st.integers(1, 16))
-def test_groups_are_allowed_for_exactly_the_batches_that_are_near_enough(version, next_batch, level, groups):
+@given(version=numbers, next_batch=numbers, level=st.integers(0, 8), size=st.integers(1, 16))
+def test_rollouts_are_allowed_for_exactly_the_batches_near_enough(version, next_batch, level, size):
     """Batch by batch: batch n may be begun once version n - level is live."""
     batches = [batch for batch in range(next_batch, next_batch + 100) if version >= batch - level]
-    allowed = groups_allowed(version=version, next_batch=next_batch, max_async_level=level, groups_per_batch=groups)
-    assert allowed == len(batches) * groups
+    allowed = rollouts_allowed(version=version, next_batch=next_batch, max_async_level=level, batch_size=size)
+    assert allowed == len(batches) * size

@@ -234,7 +234,7 @@ def test_parser_names_are_left_to_the_engine_without_vllm(monkeypatch):
     ],
 )
 def test_sampling_that_biases_the_importance_ratio_gets_a_note(sampling, words):
-    notes = sampling_notes(resolved(prefixed("orchestrator.sampling", sampling)).orchestrator.sampling)
+    notes = sampling_notes(resolved(prefixed("orchestrator.sampling", sampling)).orchestrator)
     assert len(notes) == (words is not None)
     assert all(words in note for note in notes)
 

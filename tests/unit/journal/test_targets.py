@@ -24,7 +24,7 @@ from trireme.journal import targets
 from trireme.journal.journal import Journal
 from trireme.journal.rank_shares import DealtBatch, Shares, cost_of_model, row_capacity, row_cost
 from trireme.journal.records import AgentRun, BatchRecord, Rollout, State
-from trireme.journal.targets import advantages_of, estimator_of
+from trireme.journal.targets import advantages_of, estimators_of
 from trireme.messages import Kept, Tokens, build_tokens, encode
 from trireme.trainer.model.forward import places_of
 
@@ -39,14 +39,14 @@ def sample_of(mask: list[int], *, logprob: float = -0.5, ids: list[int] | None =
 
 def rollout_of(reward: float, *masks: list[int], group: int = 0, place: int = 0, **more) -> Rollout:
     samples = [sample_of(mask) for mask in masks or ([0, 1, 1],)]
-    about = {"group": group, "place": place, "env": "a", "example": 7, "temperature": 1.0}
-    return Rollout(**about, reward=reward, samples=samples, **more)
+    about = {"group": group, "place": place, "env": "a", "example": 7, "temperature": 1.0} | more
+    return Rollout(**about, reward=reward, samples=samples)
 
 
 def advantages(rollouts: list[Rollout], **rules: Any) -> list[list[list[float]]]:
     """Of each rollout, for each of its samples, those of its tokens."""
     rules = order_rules(**rules)
-    found, _ = advantages_of(rollouts, rules, {}, custom=estimator_of(rules))
+    found, _ = advantages_of(rollouts, rules, {}, custom=estimators_of(rules))
     return [[part.tolist() for part in parts] for parts in found]
 
 
@@ -72,8 +72,36 @@ def test_agent_run_is_compared_with_runs_of_the_same_agent():
     assert baselines == {"a/proposer": 3.0, "a/solver": 0.625}
     first, second = advantages(group)
     assert [part[-1] for part in first + second] == [0.75, -2.0, 0.75, -0.25, -0.25, 2.0, -0.25, -0.25]
+    within = {"advantage": "hierarchical_grpo", "episode_agents": ("solver",)}
+    first, second = advantages([episode(0, 1, 1, 0), episode(1, 5, 0, 0)], **within)
+    assert [part[-1] for part in first + second] == [0.5, -2.0, 0.5, -0.5, 0.0, 2.0, 0.0, 0.0]
     assert targets.why_not_worth_it([episode(0, 1, 1, 0), episode(1, 2, 0, 0)], rules) is None
     assert targets.why_not_worth_it([episode(0, 1, 0, 0), episode(1, 1, 0, 0)], rules) is not None  # but across agents
+
+
+def test_sources_of_one_estimator_are_estimated_together():
+    """`batch` has one mean for `a` and `b`, whose other rules differ; `c` has a mean of its own."""
+    whole = order_rules(advantage="batch")
+    of_c = msgspec.structs.replace(whole, advantage="group_mean")
+    rules = msgspec.structs.replace(whole, sources={"b": msgspec.structs.replace(whole, group_size=2), "c": of_c})
+    batch = [
+        rollout_of(reward, group=n // 2, env="abc"[n // 2]) for n, reward in enumerate([0.0, 1.0, 4.0, 3.0, 9.0, 5.0])
+    ]
+    found, _ = advantages_of(batch, rules, {})
+    scale = np.std([0, 1, 4, 3]) + 1e-6
+    expected = [-2 / scale, -1 / scale, 2 / scale, 1 / scale, 2.0, -2.0]
+    assert [float(parts[0][-1]) for parts in found] == pytest.approx(expected)
+
+
+def test_group_linear_counts_the_samples_of_a_rollout():
+    group = [rollout_of(1.0, [0, 1, 1, 0, 1]), rollout_of(1.0, [0, 0, 1], [0, 0, 0, 1], place=1)]
+    shares = {  # sampled tokens 3 and 2, others 2 and 5, turns 2 and 2
+        "num_output_tokens_weight": [1.0, 2 / 3], "num_input_tokens_weight": [0.4, 1.0], "num_turns_weight": [1.0, 1.0]
+    }  # fmt: skip
+    for key, share in shares.items():
+        penalty = LengthPenalty(type="group_linear", max_length=9, buffer=1, **dict.fromkeys(shares, 0.0) | {key: 0.5})
+        (scored,) = targets.scores_of(group, order_rules(length_penalty=penalty))
+        assert scored.rewards == pytest.approx([1.0 - 0.5 * each for each in share])
 
 
 masks = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=5)

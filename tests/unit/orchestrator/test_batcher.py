@@ -80,7 +80,7 @@ def fill(config: RunConfig, groups: list[Group], state: State | None = None) -> 
 
 
 @given(fates=st.lists(st.sampled_from(["good", *REASONS]), max_size=12), seed=st.integers(0, 99))
-def test_the_effective_batch_is_constant_under_any_mix_of_drops(fates: list[str], seed: int) -> None:
+def test_the_effective_batch_is_constant_under_any_mix_of_drops(fates: list[str], seed: int):
     fates = [*fates, *["good"] * GROUPS]
     numbers = np.random.default_rng(seed).permutation(len(fates)).tolist()  # the order in which they finish
     config = config_of(buffer=FILTERS, filters={"truncated": "drop"})
@@ -88,7 +88,7 @@ def test_the_effective_batch_is_constant_under_any_mix_of_drops(fates: list[str]
     handed_out = numbers[: len(numbers) - len(queue.groups)]
     good = sorted(number for number in handed_out if fates[number] == "good")
 
-    assert len(good) == GROUPS == queue.num_accepted
+    assert (len(good), queue.num_accepted) == (GROUPS, GROUPS * SIZE)
     assert [(r.group, r.place) for r in filled.rollouts] == [(n, p) for n in good for p in range(SIZE)]
     assert min(rollout.oldest_version for rollout in filled.rollouts) >= STEP - ALLOWED
     dropped = sorted((drop.group, drop.place, drop.reason) for drop in filled.dropped)
@@ -99,7 +99,36 @@ def test_the_effective_batch_is_constant_under_any_mix_of_drops(fates: list[str]
     assert [outcome.group for outcome in filled.outcomes] == ended
 
 
-def test_flawed_rollouts_are_counted_or_masked_as_configured(caplog) -> None:
+SOURCES = [
+    {"id": "a", "buffer": FILTERS, "advantage": {"type": "rae", "decay": 0.5}},
+    {"id": "b", "rollouts_per_example": 2, "filters": {"zero_advantage": "mask"}},
+]
+
+
+def source_group(number: int, env: str, rewards: list[float]) -> Group:
+    group = Group(task=OpenGroup(number, env, 0), issued_at=STEP)
+    group.rollouts = [rollout(number, reward, [STEP], env=env, place=p) for p, reward in enumerate(rewards)]
+    return group
+
+
+def test_whole_groups_fill_a_batch_until_it_is_reached():
+    """Six rollouts: 2, dropped by its source's own filter, 2, 3; the last group exceeds it by one."""
+    groups = [source_group(3, "b", [0.5, 0.5]), source_group(0, "a", [0.5] * 3), source_group(1, "b", [0.0, 1.0])]
+    groups += [source_group(2, "a", [1.0, 0.0, 1.0]), source_group(4, "b", [1.0, 0.0])]
+    filled, queue = fill(config_of(env=SOURCES), groups)
+    assert [(each.env, each.group) for each in filled.rollouts] == [("b", 1)] * 2 + [("a", 2)] * 3 + [("b", 3)] * 2
+    assert (queue.num_accepted, len(queue.groups)) == (7, 1)
+    assert {(drop.env, drop.reason) for drop in filled.dropped} == {("a", REASONS["flat"])}
+    assert len(filled.dropped) == SIZE
+
+    # b: against its group; a: against its running mean, 0, 0.5, 0.25
+    found = [float(each.samples[0].advantages[-1]) for each in filled.rollouts]
+    assert found == [-0.5, 0.5, 1.0, -0.5, 0.75, 0.0, 0.0]
+    assert filled.baselines == {"a": 0.625}
+    assert [each.masked for each in filled.rollouts] == [None] * 5 + ["zero_advantage"] * 2
+
+
+def test_flawed_rollouts_are_counted_or_masked_as_configured(caplog):
     filled, queue = fill(config_of(), list(map(group_of, range(4), ["given up", "stale", "flat", "truncated"])))
     assert (queue.groups, {rollout.group for rollout in filled.rollouts}) == ([], {2, 3})
     groups = [group_of(0, "flat"), group_of(1, "truncated")]
@@ -115,7 +144,7 @@ def test_flawed_rollouts_are_counted_or_masked_as_configured(caplog) -> None:
     assert "all 6 rollouts are masked (zero_advantage)" in caplog.text
 
 
-def test_a_running_mean_goes_on_from_where_the_journal_left_it() -> None:
+def test_a_running_mean_goes_on_from_where_the_journal_left_it():
     config = config_of(advantage={"type": "ema", "decay": 0.5})
     filled, _ = fill(config, [group_of(0, "good"), group_of(1, "good")], State(baselines={"a": 0.25}))
     assert filled.baselines == {"a": 0.375}
@@ -141,11 +170,13 @@ DROPPED = [
 ]
 
 
-def test_the_metrics_of_a_batch_by_hand() -> None:
+def test_the_metrics_of_a_batch_by_hand():
     found = batch_metrics(5, ROLLOUTS, DROPPED, config=RunConfig.model_validate({"max_async_level": 1}))
     lags = [0, 0, 0, 1, 2, 2, 2, 3]
     of_a = {"solve_none": 0, "solve_all": 0, "tokens_mean": 2.0, "truncated_frac": 0.5, "turns_mean": 2.0}
     of_b = {"solve_none": 0, "solve_all": 1, "tokens_mean": 2.0, "truncated_frac": 0}  # its turns were not counted
+    of_a |= {"rollouts": 2, "lag_mean": 0.25, "masked_frac": 0.5}
+    of_b |= {"rollouts": 2, "lag_mean": 2.25, "masked_frac": 0.0}
     assert found == pytest.approx(
         under("reward", mean=0.75, std=np.sqrt(3) / 4, min=0.0, max=1.0, group_std=0.25)  # of groups: 0.5 and 0
         | under("lag", mean=np.mean(lags), max=3, beyond_frac=4 / 8)  # beyond the step that generation runs ahead
@@ -163,7 +194,7 @@ def test_the_metrics_of_a_batch_by_hand() -> None:
     )
 
 
-def test_solve_rates_count_dropped_groups_too() -> None:
+def test_solve_rates_count_dropped_groups_too():
     """Those of the batch count by their rewards: the mean of -1 and 1 is 0, and of 0.5 and 1.5 it is 1."""
     rollouts = [*ROLLOUTS, rollout(8, -1.0, [3]), rollout(8, 1.0, [3]), rollout(9, 0.5, [3]), rollout(9, 1.5, [3])]
     means = {1: 0.5, 3: 0.0, 6: 0.0, 7: 1.0, 8: 0.0, 9: 1.0}
@@ -178,7 +209,7 @@ def test_solve_rates_count_dropped_groups_too() -> None:
     assert found["env/a/tokens_mean"] == 99.0
 
 
-def test_epochs_difficulty_and_curriculum_by_hand() -> None:
+def test_epochs_difficulty_and_curriculum_by_hand():
     scores = Scores(np.arange(5, dtype=np.int32), np.array([0.0, 0.05, 0.5, 0.9, 1.0]))
     state = State(cursors={"a": Cursor(epoch=2, position=5)}, scores={"a": scores}, stage=1, stage_reward=0.5)
     plain = {"data/a/epoch": 2}

@@ -96,7 +96,7 @@ class DataOrder:
         place = environment_of(group, rules.seed, shares)
         name = names[place]
 
-        cursor, size = self.cursors[name], self.sizes[name]
+        cursor, size, rules = self.cursors[name], self.sizes[name], rules.of(name)
         # An endless environment has no order of ours: its tasks are numbered as they are taken.
         if size == ENDLESS:
             cursor.position += 1
@@ -134,12 +134,11 @@ class DataOrder:
         self._chances.clear()
 
         # Without pools nothing is remembered: pools that a resumed run adds start with unseen examples.
-        if rules.pools is None:
-            self._means = {}
-            return
+        self._means = {name: means for name, means in self._means.items() if rules.of(name).pools is not None}
         for name in {outcome.env for outcome in outcomes if self.sizes[outcome.env] != ENDLESS}:
             own = [outcome for outcome in outcomes if outcome.env == name]
-            self._means[name] = difficulty.updated(self._means_of(name), own, rules.pools.memory)
+            if (pools := rules.of(name).pools) is not None:
+                self._means[name] = difficulty.updated(self._means_of(name), own, pools.memory)
 
     @property
     def scores(self) -> dict[str, Scores]:
@@ -148,7 +147,6 @@ class DataOrder:
 
     def left_out(self, rules: Rules) -> list[str]:
         """Return the environments whose examples are all in pools of weight 0; they are drawn in their order anyway."""
-        if rules.pools is None:
-            return []
         finite = [name for name, size in self.sizes.items() if size != ENDLESS]
-        return [name for name in finite if difficulty.left_out(self._means_of(name), rules.pools)]
+        pools_of = {name: pools for name in finite if (pools := rules.of(name).pools) is not None}
+        return [name for name, pools in pools_of.items() if difficulty.left_out(self._means_of(name), pools)]

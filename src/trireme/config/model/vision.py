@@ -61,5 +61,5 @@ def picture_run_problems(config: RunConfig) -> Iterator[str]:
             "does, and is given its own. Remove the line; how large pictures are read belongs in a copy of the model's "
             "preprocessor_config.json."
         )
-    if config.orchestrator.teacher is not None:
+    if any(own.teacher for own in (config.orchestrator, *config.orchestrator.sources.values())):
         yield "`[orchestrator.teacher]` with `[model.vlm]` - expected no teacher, as it sees no pictures. Remove it."

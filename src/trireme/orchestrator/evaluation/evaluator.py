@@ -60,6 +60,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._eval: Evaluation | None = self.config.orchestrator.eval
+        self._first = first_version(self.config.paths.root)
         self.policy.expect_evaluations(self.due())
 
     async def run(self) -> None:
@@ -67,10 +68,10 @@ class Evaluator:
         for version in self.due():
             await self.policy.reached(version)
             # An evaluation that the death of an engine spoiled is repeated with the version that is live then.
-            is_done = False
+            is_done, names = False, self.names_due(version)
             while not is_done:
                 async with self.policy.held() as live:
-                    is_done = self.is_done(live) or await self.evaluate(live)
+                    is_done = self.is_done(live, names) or await self.evaluate(live, names)
             if live > version:
                 log.warning("version %d was gone before it was evaluated; version %d was instead", version, live)
 
@@ -78,24 +79,28 @@ class Evaluator:
         """Return the versions to evaluate, without those that were before this run was resumed."""
         if self._eval is None:
             return []
-        first, last = first_version(self.config.paths.root), self.config.max_steps
-        versions = set(range(0, last, self._eval.interval)) if self._eval.interval else set()
-        versions = {first, *(version for version in versions if version > first)}
-        if not self._eval.eval_base:
-            versions.discard(first)
-        return sorted(version for version in versions | {last} if not self.is_done(version))
+        last, every = self.config.max_steps, [self._eval.of(name).interval for name in self.environments]
+        versions = {self._first, last}.union(*(range(0, last, interval) for interval in every if interval))
+        names = {version: self.names_due(version) for version in sorted(versions) if version >= self._first}
+        return [version for version, due in names.items() if due and not self.is_done(version, due)]
 
-    def is_done(self, version: int) -> bool:
-        """Return whether the run has written all results of `version`.
+    def names_due(self, version: int) -> list[str]:
+        """Return the environments on which this version is evaluated; on all of them if it is the last."""
+        if self._eval is None:
+            return []
+        first, last = self._first, self.config.max_steps
+        return [name for name in self.environments if is_due(self._eval.of(name), version, first=first, last=last)]
+
+    def is_done(self, version: int, names: list[str] | None = None) -> bool:
+        """Return whether the run has written results of `version` for these environments, or for any if None.
 
         Other results may be those of the command `eval`.
         """
-        return self._eval is not None and all(
-            is_runs_own(results_path(self.config.paths, version, name)) for name in self.environments
-        )
+        written = {name for name in self.environments if is_runs_own(results_path(self.config.paths, version, name))}
+        return self._eval is not None and (bool(written) if names is None else written.issuperset(names))
 
-    async def evaluate(self, version: int) -> bool:
-        """Evaluate `version`, write its results and report its metrics.
+    async def evaluate(self, version: int, names: list[str] | None = None) -> bool:
+        """Evaluate `version` on these environments, all if None, write its results and report its metrics.
 
         Returns: False if a later version sampled a part of it, because an engine of this one died: the results are
             discarded.
@@ -106,7 +111,7 @@ class Evaluator:
         try:
             with self.waits.busy():
                 evaluated = await gather_or_cancel(
-                    self._evaluate_environment(version, each) for each in self.environments.values()
+                    self._evaluate_environment(version, self.environments[name]) for name in names or self.environments
                 )
         finally:
             self.version = None
@@ -145,9 +150,9 @@ class Evaluator:
         assert self._eval is not None
         row: dict[str, float] = {}
         for name in self.environments:
-            row |= evaluation_metrics(
-                name, read_eval_results(results_path(self.config.paths, version, name)), self._eval
-            )
+            path = results_path(self.config.paths, version, name)
+            if is_runs_own(path):
+                row |= evaluation_metrics(name, read_eval_results(path), self._eval.of(name))
         return row
 
     async def _evaluate_environment(
@@ -155,7 +160,7 @@ class Evaluator:
     ) -> tuple[EvalResultsFile, list[EvalResult], set[int]]:
         """Return the file of its results, these, and the policy versions that sampled any token of them."""
         assert self._eval is not None
-        evaluation = self._eval
+        evaluation = self._eval.of(environment.name)
 
         # The partial file is named by a hash of the configuration, so that no other configuration resumes from it.
         configuration = f"{evaluation.sampling!r} {environment.config!r}"
@@ -234,4 +239,11 @@ def max_concurrent_rollouts(config: RunConfig, environment: Environment) -> int:
     own = total // len(evaluation.env or config.orchestrator.env)
     if not evaluation.env:  # those that are trained on
         own = min(own, environment.config.max_concurrent // SHARE)
-    return max(own, evaluation.rollouts_per_example if environment.group_rewards else 1)
+    return max(own, evaluation.of(environment.name).rollouts_per_example if environment.group_rewards else 1)
+
+
+def is_due(evaluation: Evaluation, version: int, *, first: int, last: int) -> bool:
+    """Return whether a version is evaluated: the last one, each `interval`th, and the first unless it is left out."""
+    if version in (first, last):
+        return version == last or evaluation.eval_base
+    return evaluation.interval is not None and version % evaluation.interval == 0

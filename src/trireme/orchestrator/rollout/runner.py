@@ -113,7 +113,7 @@ class RolloutRunner:
 
         # only a synchronous run samples each rollout with the same weights every time, so only there a seed repeats it
         self.run_seed = config.seed if config.synchronous else None
-        for note in sampling_notes(config.orchestrator.sampling):
+        for note in sampling_notes(config.orchestrator):
             log.warning("%s", note)
 
     def _open_pictures(self) -> ConversationPictures:

@@ -121,7 +121,7 @@ class Fates:
                 advice="Compare the group in both batches.",
             )
 
-        if trouble := _find_trouble(group, fates, rules):
+        if trouble := _find_trouble(group, fates, rules.of(fates[0].env)):
             add(f"batch {step}: {trouble[0]}", expected=trouble[1])
 
     def _compare_open(self, record: BatchRecord, *, after_gap: bool) -> None:
@@ -159,17 +159,26 @@ class Fates:
         # counters continue from what the journal says, so that a wrong one is reported once
         before, counters = self._counters, {name: record.state.counters.get(name, 0) for name in self._counters}
         due = {"trained": before["trained"] + num_trained, "dropped": before["dropped"] + num_dropped}
+        sizes = [rules.of(members[0].env).group_size for members in by_group(record.rollouts).values()]
+        # Whole groups fill a batch until it is reached: without the largest of them, it would not be.
+        is_full = sum(sizes) - max(sizes, default=0) < rules.batch_size <= sum(sizes)
         self._report.compare(
             "fates",
             record.step,
             {
-                "number of rollouts": (num_trained, rules.batch_size),
-                "number of groups": (len(by_group(record.rollouts)), rules.batch_size // rules.group_size),
+                "number of rollouts": (num_trained, sum(sizes) if is_full else rules.batch_size),
+                "number of groups": (len(sizes), len(sizes) if is_full else rules.batch_size // rules.group_size),
                 "state.counters": (counters, counters if after_gap else due),
             },
-            by=f"by {rules.group_size} rollouts of each group, and what the batch before had counted",
+            by=f"by {_sizes_in_words(rules)}, and what the batch before had counted",
         )
         self._counters = counters
+
+
+def _sizes_in_words(rules: Rules) -> str:
+    """Example: "8 rollouts of each group (math: 4)"."""
+    others = [f"{name}: {own.group_size}" for name, own in rules.sources.items() if own.group_size != rules.group_size]
+    return f"{rules.group_size} rollouts of each group" + (f" ({', '.join(others)})" if others else "")
 
 
 def kind_of(reason: str) -> str:
@@ -261,7 +270,8 @@ class OrderAudit:
                 advice="The data set changed, so places in it mean other examples. Look at the environments' `args`.",
             )
         # a missing batch hides results, on which pools and the curriculum depend
-        self._is_lost = after_gap and (rules.pools is not None or len(rules.curriculum) > 0)
+        has_pools = any(each.pools is not None for each in rules.all)
+        self._is_lost = after_gap and (has_pools or len(rules.curriculum) > 0)
 
     def task(self, group: int, rules: Rules) -> OpenGroup | None:
         """Return the example that a group must have. Call it once for each group, in order."""

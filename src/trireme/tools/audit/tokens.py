@@ -25,7 +25,7 @@ from trireme.journal.records import BatchRecord, Dropped, Rollout, State
 from trireme.journal.targets import (
     advantages_of,
     by_group,
-    estimator_of,
+    estimators_of,
     flaws_of,
     is_zero,
     num_sampled,
@@ -39,6 +39,7 @@ from trireme.tools.record_differences import some
 HIGHEST_LOGPROB = 1e-3
 """Above 0 only by rounding."""
 TURNS_FILE = re.compile(r"(\d+)-\d+\.\d+\.turns")
+RUNNING_MEANS = ("ema", "rae")
 UNDER_WAY, DROPPED, TRAINED = "under way", "of dropped rollouts", "trained"
 
 
@@ -77,12 +78,14 @@ class TokenAudit:
             self._baselines = dict(record.state.baselines)  # continue from the journal's own
             return
         # The author of a run folder could run any code on this machine, if it were called without being named here too.
-        if rules.advantage == "custom" and rules.advantage_path != self._run_code:
+        used = [rules.of(name) for name in {rollout.env for rollout in record.rollouts}]
+        code = {each.advantage_path for each in rules.all if each.advantage == "custom"} - {self._run_code}
+        if code:
             self._report.note(
                 "advantages of a custom function are not compared: the journal names "
-                f"{rules.advantage_path}, which is called only with `--run-code` and its name"
+                f"{', '.join(sorted(map(str, code)))}, which is called only with `--run-code` and its name"
             )
-        elif rules.advantage != "ema" or not after_gap:
+        elif not after_gap or not any(each.advantage in RUNNING_MEANS for each in used):
             self._compare_advantages(record, tokens, rules)
         if rules.filters is not None:  # older journals do not record flaws
             self._compare_worth(record, rules)
@@ -155,12 +158,12 @@ class TokenAudit:
                 self._add(record, rollout, " has no token that is trained on", expected="at least one")
                 return
             longest = max(sample.length for sample in rollout.samples)
-            due = {"num_sampled": count, "num_tokens": longest, "temperature": rules.temperature}
+            due = {"num_sampled": count, "num_tokens": longest, "temperature": rules.of(rollout.env).temperature}
             recorded = {name: getattr(rollout, name) for name in due}  # each is None in older journals
             values: dict[str, tuple[Any, Any]] = {
                 name: (value, due[name]) for name, value in recorded.items() if value is not None
             }
-            if (filters := rules.filters) is not None:  # older journals do not record flaws
+            if (filters := rules.of(rollout.env).filters) is not None:  # older journals do not record flaws
                 is_flat = is_zero([sample.advantages for sample in rollout.samples])
                 values |= {
                     "flaws": (rollout.flaws, flaws_of(rollout, rules) + [ZERO_ADVANTAGE] * is_flat),
@@ -185,7 +188,7 @@ class TokenAudit:
         """Compare in double precision, then rounded as in the journal."""
 
         try:
-            custom = estimator_of(rules)
+            custom = estimators_of(rules)
             per_rollout, due = advantages_of(record.rollouts, rules, self._baselines, custom=custom)
         except ConfigError as error:
             self._report.note(f"advantages are not compared: {error}")

@@ -149,6 +149,7 @@ def shrink(case: Case) -> RunConfig:
 
     typed = case.typed
     orchestrator, sampling = typed.orchestrator, typed.orchestrator.sampling
+    largest = max([own.rollouts_per_example for own in orchestrator.sources.values()], default=1)
     # nothing of the user's own run is touched, neither its folder nor its page at wandb
     values: dict[str, Any] = {
         "output_dir": case.folder / "run",
@@ -162,7 +163,8 @@ def shrink(case: Case) -> RunConfig:
         "supervisor": Supervisor(restart=False),
         "disk_timeout_s": DISK_S,
         "trainer.ckpt": Checkpoints(),
-        "orchestrator.batch_size": min(orchestrator.batch_size, GROUPS * orchestrator.rollouts_per_example),
+        "orchestrator.batch_size": min(orchestrator.batch_size, GROUPS * largest),
+        "orchestrator.env": tuple(updated(each, {"filters": None, "buffer": None}) for each in orchestrator.env),
         "orchestrator.sampling.max_tokens": max(
             min(sampling.max_tokens or LONGEST_TURN, LONGEST_TURN), sampling.min_tokens + 1
         ),

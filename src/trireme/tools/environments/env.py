@@ -81,6 +81,7 @@ def check(argv: list[str]) -> int:
     Raises: ConfigError for what was typed; TriremeError if the policy is gone.
     """
     from trireme.config.load import load_run_config
+    from trireme.config.resolve import updated
     from trireme.tools.environments.check import CheckOptions, LoadFailed, run_check
     from trireme.tools.environments.check_report import text_of
 
@@ -115,10 +116,14 @@ def check(argv: list[str]) -> int:
     options, words = parser.parse_known_args(argv)
 
     # These two are flags for convenience, and keys of the configuration: pass them on as such.
-    for name in ("temperature", "max_tokens"):
-        if value := options.__dict__.pop(name):
-            words += [f"--orchestrator.sampling.{name}", value]
+    typed = {name: value for name in ("temperature", "max_tokens") if (value := options.__dict__.pop(name))}
+    for name, value in typed.items():
+        words += [f"--orchestrator.sampling.{name}", value]
     config, _ = load_run_config(words, program="trireme env check")
+
+    # A source of a run's file is sampled as it is there; what was typed goes over that too.
+    whole, own = config.orchestrator.sampling, config.of(options.name).orchestrator.sampling
+    config = updated(config, {"orchestrator.sampling": updated(own, {name: getattr(whole, name) for name in typed})})
     as_json = options.__dict__.pop("json")
 
     try:

@@ -85,7 +85,6 @@ class EvalConfig(Section):
             pass_at=self.pass_at,
             pass_threshold=self.pass_threshold,
             sampling=_sampling(self.sampling, default=_default_sampling(self.rollouts_per_example)),
-            env=self.env,
         )
 
     @property

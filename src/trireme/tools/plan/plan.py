@@ -19,7 +19,7 @@ from trireme.config.arguments import TypedFile, count, parse_arguments, positive
 from trireme.config.files import read_table
 from trireme.config.load import load_config, load_run_config
 from trireme.config.model.folder import architecture_problems, looks_local
-from trireme.config.orchestrator import Environment
+from trireme.config.orchestrator import Source
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve, resolve_sft, updated
 from trireme.config.rules import check, check_sft, served_model_problems
@@ -80,7 +80,7 @@ def _plan_run(typed: list[str], options: Namespace, machine: Machine) -> Estimat
     config, invocation = load_run_config(typed, program="rl")
     if not invocation.run:
         config = resolve(config, machine.devices)
-    with_environment = {"orchestrator.env": config.orchestrator.env or (Environment(id="any"),)}  # a plan needs none
+    with_environment = {"orchestrator.env": config.orchestrator.env or (Source(id="any"),)}  # a plan needs none
     check(updated(config, with_environment), machine.devices)
     name = config.trainer.model.name or config.model.name
     described = _described("trainer.model", config.trainer.model, name, config.device)

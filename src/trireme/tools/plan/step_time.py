@@ -41,12 +41,15 @@ def lengths_of(config: RunConfig, *, prompt: float | None = None, sampled: float
     """Return the lengths that are given, or else the longest that are allowed. What is not sampled is prompt."""
     # Without a limit on sampled tokens, a quarter of the context is left for the prompt.
     context = min(config.seq_len, config.inference.model.max_model_len or config.seq_len)
-    most = min(config.orchestrator.sampling.max_tokens or context * 3 // 4, context)
+    views = [*config.orchestrator.sources.values()] or [config.orchestrator]
+    turns = [view.sampling.max_tokens for view in views]
+    given = max(turn or context * 3 // 4 for turn in turns)
+    most = min(given, context)
     if prompt is None and sampled is None:
         return Lengths(context - most, most, most, "the longest that the configuration allows")
     prompt = context - most if prompt is None else prompt
     sampled = most if sampled is None else sampled
-    return Lengths(prompt, sampled, max(sampled, config.orchestrator.sampling.max_tokens or sampled), "as given")
+    return Lengths(prompt, sampled, max(sampled, given if any(turns) else sampled), "as given")
 
 
 @dataclass(frozen=True)

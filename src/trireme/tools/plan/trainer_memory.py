@@ -249,7 +249,8 @@ def training_of(config: RunConfig | SftConfig, model: Architecture, *, rows: int
     trainer: TrainerConfig | SftConfig
     if isinstance(config, RunConfig):
         trainer, broadcast = config.trainer, config.weight_broadcast
-        has_reference, served_bytes = bool(trainer.loss.beta), BYTES[config.served_dtype]
+        has_reference = any(own.trainer.loss.beta for own in config.losses.values())
+        served_bytes = BYTES[config.served_dtype]
         bucket_bytes = None if broadcast.type == "ipc" else broadcast.bucket_mib << 20
     else:
         # A supervised run sends no weights to engines.

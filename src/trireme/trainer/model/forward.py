@@ -73,6 +73,7 @@ def compute_columns(
         samples=column(samples, torch.int64),
         num_samples=len(micro_batch.lengths),
         mask=torch.full((len(places),), has_places, dtype=torch.bool, device=device),
+        sources=tuple(micro_batch.sources),
     )
 
 

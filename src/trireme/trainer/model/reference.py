@@ -57,16 +57,17 @@ def load_reference(config: RunConfig, policy: PreTrainedModel, world: World) -> 
     Args:
         policy: version 0, which may have random weights (`from_scratch`).
     """
-    trainer = config.trainer
+    trainer, losses = config.trainer, [own.trainer.loss for own in config.losses.values()]
+    update_every = next((loss.reference_update_every for loss in losses if loss.reference_update_every), None)
     if adapters_of(policy) is not None:
-        return Reference(policy, trainer.loss.reference_update_every, adapters=copy_trained(policy))
+        return Reference(policy, update_every, adapters=copy_trained(policy))
 
     # A reference has no backward pass, so nothing of it is recomputed.
     settings = trainer.model.model_copy(update={"ac": None})
     model = load_model(settings, trainer.model.name or config.model.name, world)
     model.requires_grad_(False).eval()
     copy_weights(policy, model)
-    return Reference(model, trainer.loss.reference_update_every)
+    return Reference(model, update_every)
 
 
 @torch.no_grad()
