@@ -25,6 +25,7 @@ from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.plan import plan
 from trireme.launch.resume import check_resume, is_trained
 from trireme.launch.settings import print_changes, progress_of, write_settings
+from trireme.tools.formats.yaml_run import is_yaml_run, read_yaml_run
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
 
 def rl(argv: list[str]) -> int:
     devices = detect_devices()
-    config, invocation = load_run_config(argv, program="rl")
+    config, invocation = read_yaml_run(argv) if is_yaml_run(argv) else load_run_config(argv, program="rl")
     if invocation.print_config:
         print(with_comments(config, invocation.lines), end="")
         return 0
