@@ -345,7 +345,9 @@ def set_report(value: Any, table: Table) -> Settings | str:
     return {"wandb.project": table.get("project") or "huggingface", "wandb.name": table.get("run_name") or NONE}
 
 
-def set_model(value: str, table: Table) -> Settings | str:
+def set_model(value: str | None, table: Table) -> Settings | str:
+    if value is None:
+        raise Refused("the script takes it from its command line. Give it there: `-- --model_name_or_path NAME`.")
     return {"model.name": value}
 
 

@@ -27,6 +27,7 @@ from trireme.tools.formats.yaml_file import OVERRIDE, read_overrides, read_yaml,
 OF_VERL = {"actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "reward_model", "reward", "data"}
 OF_TRL = {"model_name_or_path", "reward_funcs", "num_generations", "per_device_train_batch_size", "dataset_name"}
 Table = dict[str, Any]
+DEFAULT = "the default"
 TRL_ARGS = (
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
     *("reward_funcs", "reward_weights"),
@@ -142,5 +143,5 @@ def mark_defaults(lines: list[Line], given: dict[str, Any], unknown: list[Any], 
         if value_at(given, line.theirs, missing) is not missing:
             found.append(replace(line, note="not supported here") if line.theirs in unknown else line)
         elif line.ours:
-            found.append(replace(line, note=f"the default of {system}{f'; {line.note}' if line.note else ''}"))
+            found.append(replace(line, note=f"{DEFAULT} of {system}{f'; {line.note}' if line.note else ''}"))
     return found

@@ -1,0 +1,338 @@
+"""Read values out of a Python program by its syntax tree. Nothing of the program is run or imported.
+
+Example:
+    Program(Path("train.py")).value(node)  # the literal that an expression, or the name of one, stands for
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trireme.base.errors import ConfigError
+from trireme.tools.formats.yaml_file import load, read_yaml
+
+OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
+    **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.USub: operator.neg, ast.Not: operator.not_},
+    **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not},
+    **{ast.In: lambda one, many: one in many, ast.NotIn: lambda one, many: one not in many},
+}
+PLAIN_CALLS: dict[str, Callable[..., Any]] = {
+    **{"dict": dict, "str": str, "int": int, "float": float, "bool": bool, "list": list, "tuple": tuple},
+    **{"Path": lambda *parts: str(Path(*parts)), "os.path.join": lambda *parts: str(Path(*parts))},
+    "getattr": lambda one, name: f"{one}.{name}",
+}
+MOST_LEVELS = 50  # expressions inside of one another
+MOST_ITEMS = 1 << 20  # items of a list that is written as `[…] * n`
+MODULES = ("torch", "transformers")
+"""Modules of which `torch.bfloat16` and the like are read as words."""
+PARSES = ("parse_args", "parse_known_args", "parse_args_and_config", "parse_args_into_dataclasses")
+
+
+class Unreadable(Exception):
+    """An expression whose value is known only when the program runs."""
+
+    def __init__(self, node: ast.AST, why: str) -> None:
+        super().__init__(f"line {getattr(node, 'lineno', '?')}: `{ast.unparse(node)[:80]}` {why}")
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a parser of the command line returns: values by name, of one class of it.
+
+    Example:
+        Parsed("GRPOConfig", {"learning_rate": 1e-5})
+    """
+
+    of: str
+    values: dict[str, Any]
+    open: bool = False  # other names have values too, which are not known
+
+
+@dataclass
+class Program:
+    """A program, seen from the place of one call: statements of its module, and of the function around the call.
+
+    Attributes:
+        words: what was typed behind the program's name.
+    """
+
+    path: Path
+    words: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        try:
+            self.source = self.path.read_text(encoding="utf-8")
+            self.tree = ast.parse(self.source, str(self.path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.path} cannot be read ({error}) - expected a Python file. Check it.") from None
+        except (SyntaxError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{self.path} is not valid Python ({error}) - expected a script. Correct it.") from None
+        self.module = list(_flat(self.tree.body))
+        self.function: list[ast.stmt] = []
+        self.parameters: dict[str, ast.expr] = {}
+        self.passed: set[int] = set()  # nodes of the arguments, whose names are those of the module
+
+    def look_from(self, call: ast.Call) -> None:
+        """See names as they are at a call: those of the function around it, then those of the module."""
+        for each in self.module:
+            if isinstance(each, ast.FunctionDef) and any(node is call for node in ast.walk(each)):
+                self.function = list(each.body)
+                self._bind_parameters(each)
+
+    def _bind_parameters(self, function: ast.FunctionDef) -> None:
+        calls = [
+            node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and name_of(node.func) == function.name
+        ]
+        names = [each.arg for each in function.args.args]
+        defaults = function.args.defaults
+        self.parameters = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+        if len(calls) == 1:
+            self.parameters |= dict(zip(names, calls[0].args, strict=False))
+            self.parameters |= {each.arg: each.value for each in calls[0].keywords if each.arg}
+        self.passed = {id(node) for each in self.parameters.values() for node in ast.walk(each)}
+
+    def calls(self, *names: str) -> list[ast.Call]:
+        """Return the calls of functions or classes of these names, wherever they are."""
+        nodes = (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+        return [node for node in nodes if name_of(node.func).rpartition(".")[2] in names]
+
+    def binding(self, name: ast.Name) -> ast.AST:
+        """Return the one expression, definition or import that a name stands for.
+
+        Raises: Unreadable if there are none or several.
+        """
+        is_passed = id(name) in self.passed
+        for scope in (self.module,) if is_passed else (self.function, self.module):
+            found = [(each, value) for each in scope for bound, value in bindings(each) if bound == name.id]
+            if len(found) > 1:
+                lines = ", ".join(str(each.lineno) for each, _ in found)
+                raise Unreadable(name, f"is set at several places (lines {lines}); write its value")
+            if found:
+                statement, value = found[0]
+                if value is None:
+                    raise Unreadable(name, f"is set by `{_head(statement)}`; write its value")
+                return value
+            if scope is self.function and name.id in self.parameters:
+                return self.parameters[name.id]
+        raise Unreadable(name, "is not defined in the script; write its value")
+
+    def value(self, node: ast.AST, depth: int = 0) -> Any:
+        """Return the plain value of an expression. Raises: Unreadable."""
+        if depth > MOST_LEVELS:
+            raise Unreadable(node, "leads in a circle")
+        try:
+            return self._value(node, lambda inner: self.value(inner, depth + 1))
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            raise Unreadable(node, f"cannot be computed ({error})") from None
+
+    def _value(self, node: ast.AST, read: Callable[[ast.AST], Any]) -> Any:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name():
+                bound = self.binding(node)
+                return node.id if isinstance(bound, ast.Import) and node.id in MODULES else read(bound)
+            case ast.List() | ast.Tuple() | ast.Set():
+                items = ((read(item.value) if isinstance(item, ast.Starred) else [read(item)]) for item in node.elts)
+                return [each for many in items for each in many]
+            case ast.Dict():
+                found: dict[Any, Any] = {}
+                for key, each in zip(node.keys, node.values, strict=True):
+                    found |= read(each) if key is None else {read(key): read(each)}
+                return found
+            case ast.JoinedStr():
+                return "".join(str(read(each)) for each in node.values)
+            case ast.FormattedValue(format_spec=None):
+                return read(node.value)
+            case ast.UnaryOp() if type(node.op) in OPERATORS:
+                return OPERATORS[type(node.op)](read(node.operand))
+            case ast.BinOp() if type(node.op) in OPERATORS:
+                return self._operate(node, read(node.left), read(node.right))
+            case ast.Compare() if len(node.ops) == 1 and type(node.ops[0]) in OPERATORS:
+                return OPERATORS[type(node.ops[0])](read(node.left), read(node.comparators[0]))
+            case ast.BoolOp():
+                return (all if isinstance(node.op, ast.And) else any)(read(each) for each in node.values)
+            case ast.IfExp():
+                return read(node.body if read(node.test) else node.orelse)
+            case ast.Attribute():
+                return self._attribute(node, read)
+            case ast.Subscript():
+                inside = read(node.value)
+                if isinstance(inside, dict | list) and not isinstance(node.slice, ast.Slice):
+                    return inside[read(node.slice)]
+            case ast.Call():
+                return self._call(node, read)
+        raise Unreadable(node, "is known only when the script runs; write its value")
+
+    def _operate(self, node: ast.BinOp, left: Any, right: Any) -> Any:
+        repeats = isinstance(node.op, ast.Mult) and isinstance(left, str | list)
+        if isinstance(left, Parsed) or (repeats and not (isinstance(right, int) and len(left) * right <= MOST_ITEMS)):
+            raise Unreadable(node, "is known only when the script runs; write its value")
+        return OPERATORS[type(node.op)](left, right)
+
+    def _attribute(self, node: ast.Attribute, read: Callable[[ast.AST], Any]) -> Any:
+        if name_of(node).partition(".")[0] in MODULES:
+            return name_of(node)
+        inside = read(node.value)
+        if isinstance(inside, Parsed) and node.attr in inside.values:
+            return inside.values[node.attr]
+        raise Unreadable(node, "is known only when the script runs; write its value")
+
+    def _call(self, node: ast.Call, read: Callable[[ast.AST], Any]) -> Any:
+        name = name_of(node.func)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in PARSES:
+            return self.parsed(node)
+        if name in PLAIN_CALLS:
+            given = {each.arg: read(each.value) for each in node.keywords if each.arg}
+            spread = [read(each.value) for each in node.keywords if not each.arg]
+            return PLAIN_CALLS[name](
+                *map(read, node.args), **{k: v for table in (*spread, given) for k, v in table.items()}
+            )
+        raise Unreadable(node, "is known only when the script runs; write its value")
+
+    # The command line of the program.
+
+    def parsed(self, call: ast.Call) -> Parsed | list[Parsed]:
+        """Return what the program's own parser makes of the words that were typed behind its name."""
+        assert isinstance(call.func, ast.Attribute), call
+        parser = self.binding(call.func.value) if isinstance(call.func.value, ast.Name) else call.func.value
+        if not isinstance(parser, ast.Call):
+            raise Unreadable(call, "is no parser that can be read; write the values")
+        if name_of(parser.func).rpartition(".")[2] == "ArgumentParser":
+            return Parsed("arguments", self._with_argparse(ast.unparse(call.func.value)))
+
+        # TrlParser and HfArgumentParser: each class takes its own names.
+        given = parser.args[0] if parser.args else next((each.value for each in parser.keywords), None)
+        classes = given.elts if isinstance(given, ast.Tuple | ast.List) else [given] if given else []
+        typed = _typed_words(self.words)
+        objects = []
+        for each in classes:
+            own = self._fields(name_of(each))
+            values = own | typed if own is not None else dict(typed)
+            objects.append(Parsed(name_of(each), values, open=own is None))
+        return objects
+
+    def _fields(self, name: str) -> dict[str, Any] | None:
+        """Return the defaults of a data class: of the script, or those that TRL documents; None for a configuration."""
+        defined = next((each for each in self.module if isinstance(each, ast.ClassDef) and each.name == name), None)
+        if defined is None:
+            return SCRIPT_DEFAULTS.get(name.rpartition(".")[2])
+        found: dict[str, Any] = {}
+        for base in defined.bases:
+            found |= self._fields(name_of(base)) or {}
+        for each in defined.body:
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value is not None:
+                value: ast.expr | None = each.value
+                if isinstance(value, ast.Call) and name_of(value.func) == "field":
+                    value = next((word.value for word in value.keywords if word.arg == "default"), None)
+                if value is not None:
+                    found[each.target.id] = self.value(value)
+        return found
+
+    def _with_argparse(self, parser: str) -> dict[str, Any]:
+        copy = argparse.ArgumentParser(prog=self.path.name, exit_on_error=False)
+        types: dict[str, Callable[[str], Any]] = {
+            "int": int,
+            "float": float,
+            "str": str,
+            "bool": lambda text: bool(text),
+        }
+        for call in self.calls("add_argument"):
+            if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == parser:
+                words = {each.arg: each.value for each in call.keywords if each.arg and each.arg != "help"}
+                kwargs = {name: self.value(value) for name, value in words.items() if name != "type"}
+                if "type" in words:
+                    kwargs["type"] = types.get(name_of(words["type"]), str)
+                copy.add_argument(*map(self.value, call.args), **kwargs)
+        try:
+            return vars(copy.parse_args(self.words))
+        except (argparse.ArgumentError, SystemExit) as error:
+            raise ConfigError(
+                f"{self.path}: its own arguments {self.words} cannot be read ({error}) - expected those that the "
+                "script takes. Type them behind `--`."
+            ) from None
+
+
+SCRIPT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "ScriptArguments": {
+        **{"dataset_name": None, "dataset_config": None, "dataset_train_split": "train", "dataset_test_split": "test"},
+        "dataset_streaming": False,
+    },
+    "ModelConfig": {
+        **{"model_name_or_path": None, "model_revision": "main", "dtype": "float32", "attn_implementation": None},
+        **{"use_peft": False, "load_in_8bit": False, "load_in_4bit": False},
+    },
+}
+"""Defaults of TRL's classes that scripts read by name; those of a trainer's configuration are in `trl.py`."""
+
+
+def _typed_words(words: list[str]) -> dict[str, Any]:
+    """Return `--key value --flag --config FILE` as a table, as TRL's parser reads it."""
+    table: dict[str, Any] = {}
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if not (match := re.fullmatch(r"--([\w-]+)(?:=(.*))?", word, re.DOTALL)):
+            raise ConfigError(f"`{word}` is no argument of a script - expected `--key value`. Correct it.")
+        values = [match[2]] if match[2] is not None else []
+        while left and match[2] is None and not left[0].startswith("--"):
+            values.append(left.pop(0))
+        read = [load(value.strip(",")) for value in values]
+        table[match[1].replace("-", "_")] = True if not read else read[0] if len(read) == 1 else read
+    config = table.pop("config", None)
+    return (read_yaml(Path(str(config))) if config else {}) | table
+
+
+def name_of(node: ast.AST | None) -> str:
+    """Return a dotted name; empty for another expression."""
+    if isinstance(node, ast.Attribute):
+        above = name_of(node.value)
+        return f"{above}.{node.attr}" if above else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def bindings(statement: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
+    """Yield the names that a statement binds, with what they stand for; None if that is not one plain expression."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            yield name, statement.value
+        case ast.Assign(targets=[ast.Tuple(elts=elts)]):
+            for number, each in enumerate(elts):
+                if isinstance(each, ast.Name):
+                    yield each.id, _part(statement.value, number)
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield statement.name, statement
+        case ast.Import() | ast.ImportFrom():
+            yield from (((each.asname or each.name.partition(".")[0]), statement) for each in statement.names)
+        case _:
+            names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+            yield from ((node.id, None) for node in names if isinstance(node.ctx, ast.Store))
+
+
+def _part(value: ast.expr, number: int) -> ast.AST | None:
+    if isinstance(value, ast.Tuple | ast.List):
+        return value.elts[number] if number < len(value.elts) else None
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in PARSES:
+        return ast.copy_location(ast.Subscript(value, ast.Constant(number), ast.Load()), value)
+    return None
+
+
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements, with those behind `if __name__ == "__main__":` as if they were not."""
+    for each in body:
+        if isinstance(each, ast.If) and "__name__" in ast.unparse(each.test) and not each.orelse:
+            yield from _flat(each.body)
+        else:
+            yield each
+
+
+def _head(statement: ast.stmt) -> str:
+    return ast.unparse(statement).splitlines()[0][:60]
