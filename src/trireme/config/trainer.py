@@ -149,8 +149,8 @@ class Optimizer(Section):
     type: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
     """AdamW, the same with its moments in 8 bits, Muon (for the layers' matrices, with momentum 0.95; AdamW for the
     rest), or SGD with momentum `betas[0]`."""
-    lr: PositiveFloat = 1e-6
-    """Peak learning rate; 1e-6 to 1e-5 for whole models, ten times that for adapters."""
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate; 0 trains nothing; 1e-6 to 1e-5 for whole models, ten times that for adapters."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay, decoupled from the gradient (not with `sgd`); 0 is common for RL."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)

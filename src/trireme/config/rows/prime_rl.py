@@ -51,6 +51,8 @@ TRAINER = (
         "trainer.model.quantization",
         unless(None, ALWAYS, 'the trainer computes in bfloat16 or float32. Engines alone hold fewer bits: `inference.args = { quantization = "fp8_per_block" }`. Remove it.'),
     ),
+    Row("trainer.model.fp8", unless(False, ALWAYS, "the trainer computes in bfloat16 or float32. Remove it.")),
+    Row("trainer.max_concurrent_runs", unless(1, ALWAYS, "a trainer trains one run. Start one for each.")),
     Row("trainer.model.index_cache", unless(None, ALWAYS, "indices of sparse attention are computed in each layer. Remove it.")),
     Row("trainer.model.debug.random_init", "trainer.model.from_scratch"),
     Row("trainer.model.debug.num_layers", unless(None, ALWAYS, "a model is trained with all its layers, as its `config.json` says. Remove it.")),
@@ -58,6 +60,12 @@ TRAINER = (
     Row("trainer.model.experimental.lora", "trainer.model.lora"),
     Row("trainer.model.lora.r", "trainer.model.lora.rank"),
     Row("trainer.model.lora.name", None, "engines get the adapters under a name of ours"),
+    Row(
+        "trainer.tokenizer.chat_template",
+        None,
+        "every process takes the model's own template. Write it as `chat_template.jinja` into the model's folder.",
+        refused=True,
+    ),
     Row("trainer.tokenizer.trust_remote_code", "trainer.model.trust_remote_code"),
     Row("trainer.optim.betas1", rules.set_betas),
     Row("trainer.optim.betas2", rules.set_betas),
@@ -126,6 +134,15 @@ def of_sources(ours: str, *, trains: bool) -> Iterator[Row]:
     yield Row(f"{env}.env.*.runtime.type", sources.set_runtime(env))
     yield Row(f"{env}.env.*.timeout.rollout", f"{env}.rollout_timeout_s")
 
+    # The same in v0.7, and in v0.8 without `env`.
+    yield Row(f"{env}.taskset", f"{env}.args")
+    yield Row(f"{env}.taskset.id", f"{env}.id")
+    for harness, runtime in (("harness", "harness.runtime"), ("agent.harness", "agent.runtime")):
+        yield Row(f"{env}.{harness}", f"{env}.args.agent.harness")
+        yield Row(f"{env}.{harness}.id", sources.set_harness(env, "agent"))
+        yield Row(f"{env}.{runtime}.type", sources.set_runtime(env, "agent"))
+    yield Row(f"{env}.harness.runtime", f"{env}.args.agent.runtime")
+
     if trains:
         yield Row(f"{env}.ratio", f"{env}.weight")
         yield Row(f"{env}.group_size", f"{env}.rollouts_per_example")
@@ -185,6 +202,7 @@ def of_renderer(theirs: str) -> Iterator[Row]:
     yield Row(theirs, None, f"{TEMPLATE}. Its variables go into `[{variables}]`.", refused=True)
     yield Row(f"{theirs}.name", None, TEMPLATE)
     yield Row(f"{theirs}.thinking_retention", rules.retain_thinking)
+    yield Row(f"{theirs}.preserve_all_thinking", rules.retain_thinking)
     for name in ("clear_thinking", "truncate_history_thinking", "enable_thinking", "preserve_thinking"):
         yield Row(f"{theirs}.{name}", f"{variables}.{name}")
     yield Row(f"{theirs}.reasoning_parser", to("inference.model.reasoning_parser", {"think": "deepseek_r1"}))
@@ -218,20 +236,38 @@ ORCHESTRATOR = (
     Row("orchestrator.model.lora.name", None, "engines get the adapters under a name of ours"),
     Row("orchestrator.model.lora", "trainer.model.lora"),
     Row("orchestrator.model.trust_remote_code", "trainer.model.trust_remote_code"),
-    Row("orchestrator.model.client", None, ENGINES, refused=True),
-    Row("orchestrator.client", None, ENGINES, refused=True),
+    Row("orchestrator.student.model", "orchestrator.model"),
+    Row("orchestrator.student.client", "orchestrator.model.client"),
+    Row("orchestrator.client", "orchestrator.model.client"),
+    Row("orchestrator.model.client", None, "`rl` starts its engines itself, and knows where they are"),
+    Row("orchestrator.model.client.base_url", sources.refuse_engines),
+    Row("orchestrator.model.client.elastic", None, ENGINES, refused=True),
     Row("orchestrator.tokenizer", "trainer.tokenizer"),
     Row("orchestrator.optim", "trainer.optim"),
     Row("orchestrator.ckpt", "trainer.ckpt"),
-    Row("orchestrator.teacher_model.client.base_url", "orchestrator.teacher.base_url"),
-    Row("orchestrator.teacher_model.model.name", "orchestrator.teacher.model"),
+    Row("orchestrator.training_mode", sources.set_mode),
+    Row("orchestrator.teacher_model", "orchestrator.teacher"),
+    Row("orchestrator.teacher.client.base_url", sources.set_teacher_address),
+    Row("orchestrator.teacher.client", None, "a teacher is asked without a key"),
+    Row("orchestrator.teacher.model.name", "orchestrator.teacher.model"),
+    Row("orchestrator.teacher_rollout_model", None, sources.NOT_HERE["sft"], refused=True),
+    Row("orchestrator.filters", sources.set_filters(before_batch=False)),
+    Row("orchestrator.pre_batch_filters", sources.set_filters(before_batch=True)),
+    Row("orchestrator.post_batch_filters", sources.set_filters(before_batch=False)),
+    Row("orchestrator.buffer.env_ratios", sources.set_shares),
+    Row("orchestrator.pool_size", None, HARDWARE),
+    Row("orchestrator.max_inflight_episodes", "orchestrator.max_concurrent"),
+    Row("orchestrator.env_install_prerelease", None, "environments are installed as their packages ask"),
+    Row("orchestrator.prime_monitor", "prime_monitor"),
+    Row("orchestrator.file_monitor", None, "metrics are always in `metrics.jsonl` of the run's folder"),
+    Row("orchestrator.advantage.type", to("orchestrator.advantage.type", {"default": "group_mean"})),
+    Row("orchestrator.advantage.length_penalty", unless(None, ALWAYS, "`[orchestrator.length_penalty]` prefers short answers, by other formulas. Write one of them.")),
+    Row("orchestrator.advantage.length_weighted_baseline", unless(False, ALWAYS, "the baseline is the mean over rollouts. Remove it.")),
     Row("orchestrator.env_mix.probabilities", None, "Write each environment's share as `orchestrator.env.weight`.", refused=True),
     Row("orchestrator.buffer.type", rules.set_buffer),
     Row("orchestrator.buffer.seed", "seed"),
-    Row("orchestrator.buffer.easy_threshold", "orchestrator.buffer.pools.easy_threshold"),
-    Row("orchestrator.buffer.hard_threshold", "orchestrator.buffer.pools.hard_threshold"),
-    Row("orchestrator.buffer.easy_fraction", None, "`orchestrator.buffer.pools.easy_weight` is how often easy examples come.", refused=True),
-    Row("orchestrator.buffer.hard_fraction", None, "`orchestrator.buffer.pools.hard_weight` is how often hard examples come.", refused=True),
+    *(Row(f"orchestrator.buffer.{pool}_threshold", sources.set_pool(pool)) for pool in ("easy", "hard")),
+    *(Row(f"orchestrator.buffer.{pool}_fraction", sources.set_fraction(pool)) for pool in ("easy", "hard")),
     Row("orchestrator.advantage.import_path", "orchestrator.advantage.path"),
     Row("orchestrator.advantage.kwargs", "orchestrator.advantage.args"),
     Row("orchestrator.advantage.length_shaping", unless(False, ALWAYS, "`[orchestrator.length_penalty]` prefers short answers.")),
@@ -242,7 +278,7 @@ ORCHESTRATOR = (
     Row("orchestrator.collect_inference_metrics", None, NO_MATTER),
     Row("orchestrator.inference_metrics_roles", None, NO_MATTER),
     Row("orchestrator.env_server_base_port", None, "workers of environments need no ports"),
-    Row("orchestrator.val", "orchestrator.eval"),
+    Row("orchestrator.val", sources.set_validation),
     *of_sampling("orchestrator.sampling"),
     *of_sources("orchestrator.env", trains=True),
     *of_evaluation("orchestrator.eval"),
@@ -269,7 +305,16 @@ INFERENCE = (
         for name in ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules")
     ),
     *(
-        Row(f"inference.vllm.{name}", None, HARDWARE)
+        Row(f"inference.{name}", f"inference.args.{name}")
+        for name in (
+            *("enable_expert_parallel", "enable_eplb", "enable_dbo", "enable_prefix_caching", "all2all_backend", "seed"),
+            *("enable_ep_weight_filter", "safetensors_load_strategy", "rope_scaling", "quantization"),
+        )
+    ),
+    Row("inference.enable_return_routed_experts", None, "follows from `trainer.model.moe.router_replay`"),
+    *(
+        Row(f"inference.{table}{name}", None, HARDWARE)
+        for table in ("", "vllm.")
         for name in ("data_parallel_size_local", "data_parallel_rpc_port", "api_server_count")
     ),
     Row("inference.vllm.enable_return_routed_experts", None, "follows from `trainer.model.moe.router_replay`"),

@@ -17,7 +17,7 @@ from trireme.config.rows.prime_rl import (
     of_sampling,
     of_sources,
 )
-from trireme.config.rows.rules import HARDWARE, on_gpus, to, unless
+from trireme.config.rows.rules import HARDWARE, on_gpus, unless
 from trireme.config.translation import Refused, Row, Settings, value_at
 
 
@@ -88,6 +88,7 @@ DATA = (
     Row("val.data", None, "as in training"),
     Row("loss_impl", None, NO_MATTER),
     Row("model.seq_len", "seq_len"),
+    Row("dist_timeout_seconds", None, "ranks wait for each other as long as torch does"),
     Row("tokenizer.chat_template", "chat_template"),
     Row("deployment.num_train_gpus", on_gpus("num_ranks")),
     Row("deployment.num_infer_gpus", None, "an evaluation shares the trainer's GPUs"),
@@ -105,11 +106,16 @@ def _at_the_top(row: Row) -> Row:
     return replace(row, theirs=row.theirs.removeprefix("trainer."), ours=ours)
 
 
-PRIME_RL_SFT = (*DATA, *map(_at_the_top, (*TRAINER, *RUN)))
+PRIME_RL_SFT = (*DATA, *(_at_the_top(row) for row in (*TRAINER, *RUN) if row.theirs not in ("trainer.data", "seq_len")))
 
 PRIME_RL_EVALS = (
     Row("eval.source", "env"),
-    Row("model", to("model.name")),
+    Row("model", lambda model, table: {"model" if isinstance(model, dict) else "model.name": model}),
+    Row("client.base_url", lambda url, table: {"client.base_url": url[0] if isinstance(url, list) and url else url}),
+    Row("use_tqdm", None, NO_MATTER),
+    Row("save", None, "results are in the run's folder"),
+    Row("save_to_disk", None, "results are in the run's folder"),
+    Row("reasoning_field", None, "thinking is read wherever the server puts it"),
     Row("eval.client.base_url", "client.base_url"),
     Row("eval.client.api_key_var", "client.api_key_var"),
     Row("eval.client", None, NO_MATTER),

@@ -95,7 +95,10 @@ def set_compile(value: Any, table: dict[str, Any]) -> Settings | str:
 
 
 def set_recomputation(value: Any, table: dict[str, Any]) -> Settings:
-    return {"trainer.model.ac": None if is_off(value) else value}
+    """`targets` of `selective` are chosen here: what matrix products and attention return is kept."""
+    if not isinstance(value, dict):
+        return {"trainer.model.ac": None if is_off(value) else value}
+    return {"trainer.model.ac": {key: each for key, each in value.items() if key != "targets"}}
 
 
 def set_experts(ep: Any, table: dict[str, Any]) -> Settings | str:
@@ -205,7 +208,7 @@ def set_deployment(kind: str, table: dict[str, Any]) -> str:
 
 def retain_thinking(kept: Any, table: dict[str, Any]) -> Settings | str:
     """What the template of a family calls it if earlier thinking stays, of those that can be told."""
-    if is_off(kept) or kept == "tool_cycle":
+    if is_off(kept) or kept == "tool_cycle":  # `preserve_all_thinking = true` of v0.6 is "all"
         return "earlier thinking stays as far as the model's chat template keeps it"
     name = value_at(table, ("orchestrator", "renderer", "name")) or value_at(table, ("renderer", "name"), "auto")
     for family, variable in KEEPS_THINKING.items():

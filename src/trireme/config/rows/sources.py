@@ -12,18 +12,22 @@ ENV = "orchestrator.env[]"
 PLAYS = "an environment without a program plays itself"
 
 
-def set_harness(env: str) -> Rule:
+def set_harness(env: str, agent: str = "*") -> Rule:
+    """Return a rule for the program that plays one of the agents."""
+
     def rule(harness: str, table: dict[str, Any]) -> Settings | str:
-        return PLAYS if is_off(harness) else {f"{env}.args.*.harness.id": harness}
+        return PLAYS if is_off(harness) else {f"{env}.args.{agent}.harness.id": harness}
 
     return rule
 
 
-def set_runtime(env: str) -> Rule:
+def set_runtime(env: str, agent: str = "*") -> Rule:
+    """Return a rule for the place in which such a program runs."""
+
     def rule(kind: str, table: dict[str, Any]) -> Settings | str:
         if kind == "subprocess":
             return "programs run as subprocesses unless another runtime is named"
-        return {f"{env}.args.*.runtime.type": kind}
+        return {f"{env}.args.{agent}.runtime.type": kind}
 
     return rule
 
@@ -106,7 +110,79 @@ def _length_penalty(table: str, penalty: dict[str, Any]) -> Settings:
     )
 
 
-# curricula
+def set_mode(mode: str, table: dict[str, Any]) -> Settings | str:
+    """`training_mode` of v0.6, which `algo` has replaced."""
+    if mode == "opd":
+        return {"orchestrator.teacher.reward_weight": 0.0}
+    if mode == "sft":
+        raise Refused(NOT_HERE["sft"])
+    return "rewards are learned from unless `teacher.reward_weight` is 0"
+
+
+def set_teacher_address(address: Any, table: dict[str, Any]) -> Settings:
+    first = address[0] if isinstance(address, list) and address else address
+    return {"orchestrator.teacher.base_url": str(first).removesuffix("/").removesuffix("/v1")}
+
+
+def refuse_engines(address: Any, table: dict[str, Any]) -> str:
+    """Engines at a known address are fine if that is where `rl` starts its own."""
+    addresses = address if isinstance(address, list) else [address]
+    if all("://localhost" in str(each) or "://127.0.0.1" in str(each) for each in addresses):
+        return "`rl` starts its engines itself, and knows where they are"
+    raise Refused(
+        "`rl` starts its engines itself. Engines on other machines are named by `hosts.inference`, and "
+        "`inference.server.port` is where they listen."
+    )
+
+
+# filters and curricula
+
+
+def set_filters(*, before_batch: bool) -> Rule:
+    """Return a rule for the filters of v0.5 to v0.8, each of which is a key here."""
+
+    def rule(filters: Any, table: dict[str, Any]) -> Settings | str:
+        if not isinstance(filters, list):  # our own table
+            return {"orchestrator.filters": filters}
+        settings: Settings = {}
+        for each in filters:
+            kind = each.get("type")
+            acts = each.get("enforce", kind == "zero_advantage")
+            if kind == "zero_advantage" and before_batch:
+                settings["orchestrator.buffer.online_difficulty_filtering"] = acts
+            elif kind in ("zero_advantage", "gibberish", "repetition"):
+                action = "drop" if before_batch else "mask"
+                settings[f"orchestrator.filters.{kind}"] = action if acts else "count"
+            else:
+                raise Refused(f"expected filters of type gibberish, repetition or zero_advantage, found {kind!r}.")
+        return settings or "rollouts that are flawed are counted"
+
+    return rule
+
+
+def set_pool(pool: str) -> Rule:
+    """Return a rule for a threshold of v0.2 to v0.5, whose easy and hard examples never come again."""
+
+    def rule(threshold: float, table: dict[str, Any]) -> Settings:
+        return {f"orchestrator.buffer.pools.{pool}_threshold": threshold, f"orchestrator.buffer.pools.{pool}_weight": 0}
+
+    return rule
+
+
+def set_fraction(pool: str) -> Rule:
+    def rule(fraction: float, table: dict[str, Any]) -> Settings:
+        if fraction:
+            raise Refused(
+                f"expected 0: `orchestrator.buffer.pools.{pool}_weight` is how often {pool} examples come, relative to "
+                "the others. Write that."
+            )
+        return {f"orchestrator.buffer.pools.{pool}_weight": 0}
+
+    return rule
+
+
+def set_shares(ratios: list[float], table: dict[str, Any]) -> Settings:
+    return {f"orchestrator.env.{number}.weight": ratio for number, ratio in enumerate(ratios)}
 
 
 def set_curriculum(above: str) -> Rule:
@@ -153,6 +229,14 @@ def _pools(table: str, pools: Any) -> Settings:
 
 
 # evaluation
+
+
+def set_validation(table: dict[str, Any], given: dict[str, Any]) -> Settings | str:
+    """`[orchestrator.val]` of v0.2 to v0.4: an evaluation on the environments of training."""
+    if value_at(given, ("orchestrator", "eval")):
+        return "a run has one evaluation, `[orchestrator.eval]`"
+    names = {"interval": "interval", "num_examples": "num_examples", "rollouts_per_example": "rollouts_per_example"}
+    return {f"orchestrator.eval.{ours}": table[theirs] for theirs, ours in names.items() if theirs in table}
 
 
 def set_count(ours: str) -> Rule:

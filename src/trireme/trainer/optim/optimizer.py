@@ -86,7 +86,7 @@ def lr_factor(step: int, optim: Optimizer, scheduler: Scheduler, *, max_steps: i
     (`wsd`: warm-up, stable, decay; Hu et al. 2024, arXiv 2404.06395, section 4.2, with the linear fall of Haegele et
     al. 2024, arXiv 2405.18392).
     """
-    first, floor = scheduler.warmup_steps, min(1.0, scheduler.min_lr / optim.lr)
+    first, floor = scheduler.warmup_steps, min(1.0, scheduler.min_lr / optim.lr) if optim.lr else 1.0
     if step < first:
         return (step + 1) / first
     if scheduler.type == "constant":
