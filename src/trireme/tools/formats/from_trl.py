@@ -55,7 +55,7 @@ FRAME = {
     "grpo": """\
 \"\"\"Data and reward functions of {script}, carried over by `trireme from-trl`. It is yours to edit.\"\"\"
 
-from trireme_worker.trl import as_environment
+from trireme_worker.trl_rewards import as_environment
 {path}
 {carried}
 
@@ -75,8 +75,10 @@ def load_environment():
 
 
 def conversations():
-    rows = [dict(row) for row in {train}]
-    return [{{"prompt": "", "completion": row[{text!r}]}} if {text!r} in row else row for row in rows]
+    return [
+        {{"prompt": "", "completion": row[{text!r}]}} if {text!r} in row else dict(row)
+        for row in {train}
+    ]
 """,
 }
 
@@ -229,7 +231,10 @@ class _Reader:
             return {key: self.program.value(node)}
         except Unreadable as error:
             if key not in self.given:
-                self.unread.append(f"{error}, or give `--set {key}=VALUE`")
+                whole = f"`{key} = {ast.unparse(node)[:60]}`"
+                inner = "" if error.text.strip("`") == ast.unparse(node) else f" {error.text}"
+                line = getattr(node, "lineno", "?")
+                self.unread.append(f"line {line}: {whole}:{inner} {error.why}, or give `--set {key}=VALUE`")
             return {}
 
     def configuration(self, node: ast.expr | None) -> Table:
@@ -331,7 +336,8 @@ def translate_script(script: Script) -> tuple[Translated, list[str]]:
             script.slice.add(script.parameters.get("eval_dataset"))
     else:
         script.slice.add(script.parameters.get("train_dataset"))
-    table = {"num_examples": number_of_examples(script)} | table
+    if (examples := number_of_examples(script)) is not None:
+        table = {"num_examples": examples} | table
     whole = with_defaults(table, script.kind)
 
     made = translate(whole, TRL_GRPO if script.kind == "grpo" else TRL_SFT, where=script.where)

@@ -14,7 +14,7 @@ from typing import Any
 
 from trireme.tools.formats.script_values import Program
 
-OWN = {"think_format_reward": "trireme_worker.trl"}
+OWN = {"think_format_reward": "trireme_worker.trl_rewards"}
 """Functions of TRL's that Trireme has, too."""
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -73,11 +73,10 @@ class Slice:
     def _written(self, statement: ast.stmt) -> str:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             kept = [each for each in statement.names if (each.asname or each.name.partition(".")[0]) in self.needed]
-            own = [each for each in kept if isinstance(statement, ast.ImportFrom) and each.name in OWN]
-            lines = [
-                f"from {OWN[each.name]} import {each.name}" for each in own if str(statement.module).startswith("trl")
-            ]
-            rest = [each for each in kept if not (lines and each in own)]
+            is_of_trl = str(getattr(statement, "module", "")).partition(".")[0] == "trl"
+            own = [each for each in kept if is_of_trl and each.name in OWN]
+            lines = [f"from {OWN[each.name]} import {each.name}" for each in own]
+            rest = [each for each in kept if each not in own]
             if rest:
                 shorter = copy(statement)
                 shorter.names = rest

@@ -40,7 +40,9 @@ class Unreadable(Exception):
     """An expression whose value is known only when the program runs."""
 
     def __init__(self, node: ast.AST, why: str) -> None:
-        super().__init__(f"line {getattr(node, 'lineno', '?')}: `{ast.unparse(node)[:80]}` {why}")
+        self.text = f"`{ast.unparse(node)[:80]}`"
+        self.why = why
+        super().__init__(f"line {getattr(node, 'lineno', '?')}: {self.text} {why}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from trireme_worker.trl import as_environment, think_format_reward
+from trireme_worker.trl_rewards import as_environment, think_format_reward
 
 OWN = {"think_format_reward": think_format_reward}
 OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward")
