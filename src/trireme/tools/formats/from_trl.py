@@ -51,6 +51,13 @@ INSTEAD = {
 }
 """Parameters of the trainers that cannot be had, and what comes nearest."""
 
+ONLY_THERE = ("completion_ids", "trainer_state", "environments")
+"""What TRL hands to reward functions and no rollout has here."""
+OF_TOKENS = {
+    "get_soft_overlong_punishment": "[orchestrator.length_penalty]",
+    "get_repetition_penalty_reward": 'orchestrator.filters.repetition = "drop"',
+}
+
 FRAME = {
     "grpo": """\
 \"\"\"Data and reward functions of {script}, carried over by `trireme from-trl`. It is yours to edit.\"\"\"
@@ -358,10 +365,23 @@ def _problems(script: Script, made: Translated) -> Iterator[str]:
         )
     for name in script.slice.undefined:
         yield f"{script.where}: the data or a reward needs `{name}`, which is not defined. Define it in the script."
+    yield from _reward_problems(script)
+
+
+def _reward_problems(script: Script) -> Iterator[str]:
+    """Yield reward functions that ask for what only TRL's trainer has."""
     rewards = script.parameters.get("reward_funcs")
     for node in ast.walk(rewards) if rewards else ():
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield f"line {node.lineno}: {node.value!r} is a reward model - serve it, and ask it in a reward function."
+        name = node.id if isinstance(node, ast.Name) else ""
+        if name in OF_TOKENS:
+            yield f"line {getattr(node, 'lineno', '?')}: `{name}` counts tokens - remove it, and set {OF_TOKENS[name]}."
+        for each in script.program.module + script.program.function:
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name == name:
+                given = each.args.args[: len(each.args.args) - len(each.args.defaults)]
+                for asked in (one.arg for one in given if one.arg in ONLY_THERE):
+                    yield f"line {each.lineno}: `{name}` asks for `{asked}`, which only TRL has. Write it without."
 
 
 def number_of_examples(script: Script) -> int | None:

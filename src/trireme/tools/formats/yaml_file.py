@@ -64,7 +64,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def load(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader: tags of Python are refused
+    """Return the value of a text. Tags of Python are refused, as in every `SafeLoader`. Raises: yaml.YAMLError."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def read_overrides(words: list[str], below: dict[str, Any]) -> dict[str, Any]:

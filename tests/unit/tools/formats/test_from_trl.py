@@ -240,6 +240,8 @@ def test_package_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]):
         (trainer(more="rollout_func=print"), "line 3: `rollout_func`"),
         (trainer(more="optimizers=(a, b)"), r"\[trainer.optim\]"),
         (trainer().replace("=len", "='owner/reward'"), "reward model"),
+        (trainer(before="def f(completion_ids): pass").replace("=len", "=f"), "line 2: `f` asks for `completion_ids`"),
+        (trainer().replace("=len", "=[len, get_soft_overlong_punishment(9, 3)]"), r"\[orchestrator.length_penalty\]"),
         (trainer().replace("=len", "=unheard_of"), "`unheard_of`, which is not defined"),
         (trainer(more="peft_config=make()"), "LoraConfig"),
         (trainer() + trainer(), "2 calls"),
