@@ -42,6 +42,15 @@ PEFT_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """Of `LoraConfig`, which differ from those of TRL's `ModelConfig`."""
 
 HARMLESS = ("callbacks", "reward_processing_classes", "compute_metrics", "preprocess_logits_for_metrics")
+READ_BY_OTHERS = (
+    *("generation_batch_size", "steps_per_generation", "eval_steps", "num_generations_eval", "eval_on_start"),
+    *("use_bias_correction_kl", "ref_model_sync_steps", "ref_model_mixup_alpha", "reward_weights", "num_examples"),
+    *("vllm_importance_sampling_mode", "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
+    *("vllm_importance_sampling_clip_min", "max_prompt_length", "dataset_text_field", "num_processes"),
+)
+"""Keys that have no effect of their own, and that rules of other keys look at."""
+HARMLESS_KEYS = {row.theirs for row in (*TRL_GRPO, *TRL_SFT) if row.ours is None} - {*READ_BY_OTHERS}
+"""Keys whose value need not be known."""
 INSTEAD = {
     **{"tools": "an environment with several turns: docs/environments.md", "data_collator": "none: rows are packed"},
     **dict.fromkeys(("rollout_func", "environment_factory"), "an environment with several turns: docs/environments.md"),
@@ -237,6 +246,8 @@ class _Reader:
         try:
             return {key: self.program.value(node)}
         except Unreadable as error:
+            if key in HARMLESS_KEYS:
+                return {key: ast.unparse(node)}
             if key not in self.given:
                 whole = f"`{key} = {ast.unparse(node)[:60]}`"
                 inner = "" if error.text.strip("`") == ast.unparse(node) else f" {error.text}"
@@ -291,7 +302,7 @@ class _Reader:
         if isinstance(made, ast.Call) and name_of(made.func).endswith("from_pretrained") and made.args:
             kwargs: Table = {}
             for each in made.keywords:
-                kwargs |= self.read(each.arg or "**", each.value)
+                kwargs |= self.read(each.arg, each.value) if each.arg else self._spread(each.value)
             return self.read("model_name_or_path", made.args[0]) | ({"model_init_kwargs": kwargs} if kwargs else {})
         return self.read("model_name_or_path", node) if node is not None else {}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from trireme.config.translation import Refused, Row, Rule, Settings
@@ -17,6 +18,25 @@ ASK_MODEL = "serve the reward model, and ask it in a reward function."
 def idle(note: str, keys: str, above: str = "") -> Iterator[Row]:
     """Yield rows of keys without effect; that of a table holds for all keys below it that have no row."""
     return (Row(f"{above}{key}", None, note) for key in keys.split())
+
+
+def guarded(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return the rows with rules that refuse a value of a wrong type, where they would raise an error of Python."""
+
+    def guard(rule: Rule) -> Rule:
+        def guarded_rule(value: Any, table: Table) -> Settings | str:
+            try:
+                return rule(value, table)
+            except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:
+                if isinstance(error, Refused):
+                    raise
+                raise Refused(
+                    f"it, or a key that it is computed with, has a wrong value ({error}). Correct it."
+                ) from error
+
+        return guarded_rule
+
+    return tuple(replace(row, ours=guard(row.ours)) if callable(row.ours) else row for row in rows)
 
 
 def only(*values: Any, instead: str) -> Rule:

@@ -25,14 +25,16 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     **{ast.In: lambda one, many: one in many, ast.NotIn: lambda one, many: one not in many},
 }
 PLAIN_CALLS: dict[str, Callable[..., Any]] = {
-    **{"dict": dict, "str": str, "int": int, "float": float, "bool": bool, "list": list, "tuple": tuple},
+    **{"dict": dict, "str": str, "int": int, "float": float, "bool": bool, "list": list, "tuple": tuple, "len": len},
     **{"Path": lambda *parts: str(Path(*parts)), "os.path.join": lambda *parts: str(Path(*parts))},
     "getattr": lambda one, name: f"{one}.{name}",
 }
 MOST_LEVELS = 50  # expressions inside of one another
 MOST_ITEMS = 1 << 20  # items of a list that is written as `[…] * n`
-MODULES = ("torch", "transformers")
+TEXT_METHODS = ("split", "replace", "lower", "upper", "strip", "removeprefix", "removesuffix")
+MODULES = ("torch", "transformers", "argparse")
 """Modules of which `torch.bfloat16` and the like are read as words."""
+ACTIONS = {"argparse.BooleanOptionalAction": argparse.BooleanOptionalAction}
 PARSES = ("parse_args", "parse_known_args", "parse_args_and_config", "parse_args_into_dataclasses")
 
 
@@ -132,6 +134,8 @@ class Program:
             raise Unreadable(node, "leads in a circle")
         try:
             return self._value(node, lambda inner: self.value(inner, depth + 1))
+        except ConfigError:
+            raise
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise Unreadable(node, f"cannot be computed ({error})") from None
 
@@ -192,12 +196,23 @@ class Program:
         name = name_of(node.func)
         if isinstance(node.func, ast.Attribute) and node.func.attr in PARSES:
             return self.parsed(node)
+        defined = self.binding(node.func) if isinstance(node.func, ast.Name) and name not in PLAIN_CALLS else None
+        if isinstance(defined, ast.FunctionDef):
+            # `def parse_args(): ...; return parser.parse_args()` is a common way to write it
+            for inner in ast.walk(defined):
+                match inner:
+                    case ast.Return(value=ast.Call(func=ast.Attribute(value=parser, attr="parse_args"))):
+                        return Parsed("arguments", self._with_argparse(ast.unparse(parser)))
         if name in PLAIN_CALLS:
             given = {each.arg: read(each.value) for each in node.keywords if each.arg}
             spread = [read(each.value) for each in node.keywords if not each.arg]
             return PLAIN_CALLS[name](
                 *map(read, node.args), **{k: v for table in (*spread, given) for k, v in table.items()}
             )
+        if isinstance(node.func, ast.Attribute) and node.func.attr in TEXT_METHODS and not node.keywords:
+            text = read(node.func.value)
+            if isinstance(text, str):
+                return getattr(text, node.func.attr)(*map(read, node.args))
         raise Unreadable(node, "is known only when the script runs; write its value")
 
     # The command line of the program.
@@ -214,6 +229,8 @@ class Program:
         # TrlParser and HfArgumentParser: each class takes its own names.
         given = parser.args[0] if parser.args else next((each.value for each in parser.keywords), None)
         classes = given.elts if isinstance(given, ast.Tuple | ast.List) else [given] if given else []
+        if not classes:
+            raise Unreadable(call, "has classes that are known only when the script runs; write the values")
         typed = _typed_words(self.words)
         objects = []
         for each in classes:
@@ -251,6 +268,8 @@ class Program:
             if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == parser:
                 words = {each.arg: each.value for each in call.keywords if each.arg and each.arg != "help"}
                 kwargs = {name: self.value(value) for name, value in words.items() if name != "type"}
+                if kwargs.get("action") in ACTIONS:
+                    kwargs["action"] = ACTIONS[kwargs["action"]]
                 if "type" in words:
                     kwargs["type"] = types.get(name_of(words["type"]), str)
                 copy.add_argument(*map(self.value, call.args), **kwargs)

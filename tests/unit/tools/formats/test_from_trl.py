@@ -124,6 +124,7 @@ def test_only_what_is_needed_is_carried_as_it_is_written():
         ("more = {'learning_rate': 3e-6}", "**more"),
         ("more = dict(learning_rate=3e-6)", "**more, **{'beta': 0.0}"),
         ("sizes = {'small': [3e-6]}", "learning_rate=sizes['small'][0]"),
+        ("name = 'owner/3e-6'", "learning_rate=float(name.split('/')[-1])"),
         ("is_large = 'x' in ['y']", "learning_rate=1e-3 if is_large else 3e-6"),
     ],
 )
@@ -144,6 +145,16 @@ def test_argparse_of_the_script_reads_its_words(given: list[str]):
     before += "parser.add_argument('--fast', action='store_true')\nargs = parser.parse_args()"
     table = run(trainer("max_steps=5, learning_rate=args.lr", before), *(["--", *given] if given else []))
     assert table["trainer"]["optim"]["lr"] == (3e-6 if given else 2e-6)
+
+
+def test_parser_inside_of_a_function_is_read():
+    before = "import argparse\ndef read():\n    p = argparse.ArgumentParser()\n"
+    before += "    p.add_argument('--lr', type=float, default=2e-6)\n    return p.parse_args()\nargs = read()"
+    assert run(trainer("max_steps=5, learning_rate=args.lr", before))["trainer"]["optim"]["lr"] == 2e-6
+
+
+def test_key_without_effect_need_not_be_known():
+    assert run(trainer("max_steps=5, hub_model_id=input(), logging_steps=f()"))["max_steps"] == 5
 
 
 def test_trl_parser_reads_the_words_of_a_script():
