@@ -91,27 +91,26 @@ class Slice:
         except SyntaxError:
             is_same = False
         text = text if is_same else ast.unparse(statement)
-        return (
-            f"\n\n{text}\n\n" if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else text
-        )
+        return f"\n\n{text}\n\n" if isinstance(statement, DEFINITIONS) else text
 
-    def missing_packages(self) -> list[str]:
-        """Return modules that the part imports and that are not installed here, nor lie beside the script."""
-        nodes = [
-            node
-            for each in self.statements
-            if id(each) in self.chosen and (not isinstance(each, ast.Import | ast.ImportFrom) or self._written(each))
-            for node in ast.walk(ast.parse(self._written(each)))
-        ]
-        names = {each.name for node in nodes if isinstance(node, ast.Import) for each in node.names}
-        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-        tops = sorted({name.partition(".")[0] for name in names})
+    @property
+    def modules(self) -> set[str]:
+        """The modules that the part imports, by the first part of their names."""
+        nodes = list(ast.walk(ast.parse(self.text())))
+        names = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+        names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+        return {name.partition(".")[0] for name in names}
+
+    @property
+    def neighbours(self) -> set[str]:
+        """Those that lie in the folder of the script."""
         folder = self.program.path.resolve().parent
-        return [
-            top
-            for top in tops
-            if find_spec(top) is None and not (folder / f"{top}.py").exists() and not (folder / top).is_dir()
-        ]
+        return {name for name in self.modules if (folder / f"{name}.py").exists() or (folder / name).is_dir()}
+
+    @property
+    def missing(self) -> list[str]:
+        """Those that are not installed here."""
+        return sorted(name for name in self.modules - self.neighbours if find_spec(name) is None)
 
 
 def _before(statements: list[ast.stmt], trainer: ast.Call) -> list[ast.stmt]:

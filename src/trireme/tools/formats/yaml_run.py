@@ -21,7 +21,7 @@ from trireme.config.translation import (
     translate,
     value_at,
 )
-from trireme.tools.formats import trl, verl
+from trireme.tools.formats import trl, trl_rules, verl, verl_rules
 from trireme.tools.formats.yaml_file import OVERRIDE, read_overrides, read_yaml, resolve_interpolations
 
 OF_VERL = {"actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "reward_model", "reward", "data"}
@@ -90,7 +90,7 @@ def translate_verl(table: dict[str, Any], overrides: list[str], where: str) -> T
     table = {key: value for key, value in table.items() if key not in ("defaults", "hydra")}
     given = resolve_interpolations(read_overrides(overrides, table), verl.DEFAULTS, where)
     for key in ("data.train_files", "actor_rollout_ref.model.path"):
-        if not verl.of(given, key):
+        if not verl_rules.of(given, key):
             raise ConfigError(f"{where} has no {key} - expected it, as verl has no default of use. Add `{key}=…`.")
     return _translated(given, verl.DEFAULTS, verl.VERL, where, f"verl {verl.VERSION}", verl.environment)
 
@@ -114,7 +114,9 @@ def translate_trl(table: dict[str, Any], where: str) -> Translated:
 
 
 def _trl_rows(table: dict[str, Any]) -> Settings:
-    args = {key: table[key] for key in TRL_ARGS if table.get(key) is not None} | {"evaluate": trl.evaluates(table)}
+    args = {key: table[key] for key in TRL_ARGS if table.get(key) is not None} | {
+        "evaluate": trl_rules.evaluates(table)
+    }
     return {"id": str(TRL_ROWS), "name": str(table["dataset_name"]).rpartition("/")[2], "args": args}
 
 
