@@ -24,7 +24,7 @@ ADAPTERS = {
     **{"target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save", "use_dora": "use_dora"},
     "task_type": "lora_task_type",
 }
-PEFT_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+PEFT_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": None}
 """Of `LoraConfig`, which differ from those of TRL's `ModelConfig`."""
 
 HARMLESS = ("callbacks", "reward_processing_classes", "compute_metrics", "preprocess_logits_for_metrics")

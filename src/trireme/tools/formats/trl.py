@@ -41,7 +41,7 @@ DEFAULTS: dict[str, Table] = {"grpo": TRAINING | GRPO, "sft": TRAINING | SFT}
 """What TRL takes for keys that were not given, as far as it decides what is trained. `num_processes` is not TRL's,
 and counts the processes that `accelerate launch` would start."""
 
-LORA = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+LORA = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": None}
 """`ModelConfig`'s, which `use_peft` switches on."""
 
 
@@ -50,6 +50,7 @@ def with_defaults(table: Table, kind: str) -> Table:
     return DEFAULTS[kind] | adapters | table
 
 
+SCALED = f"{OF_DEVIATIONS}; with batch, that of the differences from the mean of each group"
 VLLM_SAMPLES = "vLLM always samples here"
 LOW_BITS = "weights that are trained are not quantised; train adapters in bfloat16."
 NEWEST = "a model is its newest. Download that one, and give its folder."
@@ -66,7 +67,7 @@ SHARED = (
     Row("lora_r", rules.lora("rank")),
     Row("lora_alpha", rules.lora("alpha")),
     Row("lora_dropout", rules.lora("dropout")),
-    Row("lora_target_modules", rules.lora("target_modules")),
+    Row("lora_target_modules", rules.set_targets, "if not given, PEFT's for Llama, Qwen, Mistral and Gemma"),
     Row("lora_modules_to_save", rules.lora("modules_to_save")),
     Row("use_rslora", rules.lora("use_rslora")),
     Row("use_dora", only(False, None, instead="adapters are LoRA's.")),
@@ -158,7 +159,7 @@ TRL_GRPO: tuple[Row, ...] = guarded(
             rules.set_correction,
             "as TRL has it with vLLM",
         ),
-        Row("scale_rewards", rules.choose("orchestrator.advantage.type", rules.ADVANTAGES, ""), OF_DEVIATIONS),
+        Row("scale_rewards", rules.choose("orchestrator.advantage.type", rules.ADVANTAGES, ""), SCALED),
         Row("multi_objective_aggregation", only("sum_then_normalize", None, instead="rewards are summed first.")),
         Row("mask_truncated_completions", if_true("orchestrator.filters.truncated", "mask")),
         Row("eval_strategy", rules.set_evaluation),

@@ -347,6 +347,10 @@ def set_dtype(value: Any, table: Table) -> Settings | str:
     return "parameters are always float32 here"
 
 
+def set_targets(value: Any, table: Table) -> Settings | str:
+    return lora("target_modules")(["q_proj", "v_proj"] if value is None else value, table)
+
+
 def lora(key: str) -> Rule:
     def rule(value: Any, table: Table) -> Settings | str:
         if not table.get("use_peft"):

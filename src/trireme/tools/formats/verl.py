@@ -38,7 +38,8 @@ _DEFAULTS = {
     **{"actor_rollout_ref.actor.optim.lr": 1e-6, "actor_rollout_ref.actor.optim.weight_decay": 0.01},
     **{"actor_rollout_ref.actor.optim.betas": [0.9, 0.999], "actor_rollout_ref.rollout.temperature": 1.0},
     **{"trainer.total_epochs": 30, "trainer.val_before_train": True},
-    "actor_rollout_ref.actor.optim.lr_scheduler_type": "constant",
+    **{"actor_rollout_ref.actor.optim.lr_scheduler_type": "constant", "actor_rollout_ref.model.lora_alpha": 16},
+    "actor_rollout_ref.model.target_modules": "all-linear",
 }
 DEFAULTS: Table = nested({tuple(key.split(".")): value for key, value in _DEFAULTS.items()})
 

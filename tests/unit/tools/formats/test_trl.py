@@ -116,7 +116,14 @@ def test_without_correction_ratio_is_still_against_recomputed_logprobs():
         ({"max_grad_norm": 0}, {"trainer.optim.max_norm": math.inf}),
         ({"output_dir": "runs/mine"}, {"output_dir": "runs", "name": "mine"}),
         ({"report_to": ["wandb"], "run_name": "r"}, {"wandb.project": "huggingface", "wandb.name": "r"}),
-        ({"use_peft": True}, {"trainer.model.lora.rank": 16, "trainer.model.lora.alpha": 32}),
+        (
+            {"use_peft": True},
+            {"trainer.model.lora.rank": 16, "trainer.model.lora.target_modules": ["q_proj", "v_proj"]},
+        ),
+        (
+            {"use_peft": True, "lora_target_modules": "all-linear"},
+            {"trainer.model.lora.target_modules": ["all-linear"]},
+        ),
         ({"generation_kwargs": {"stop": ["x"], "bad_words": ["y"]}}, {"orchestrator.sampling.stop": ["x"]}),
         ({"chat_template_kwargs": {"a": 1}}, {"orchestrator.sampling.chat_template_kwargs": {"a": 1}}),
         (

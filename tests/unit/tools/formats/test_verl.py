@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from support.runs.resolved_runs import CPU, value_at
 from trireme.base.errors import ConfigError
+from trireme.cli.rl import rl
 from trireme.config.resolve import resolve
 from trireme.config.rules import problems
 from trireme.config.run import RunConfig
@@ -119,6 +121,13 @@ def test_overlong_buffer_is_the_length_penalty():
     assert values(config, *(f"orchestrator.length_penalty.{key}" for key in keys)) == [8, 32, 0.5]
 
 
+def test_adapters_have_the_defaults_of_verl():
+    assert read().trainer.model.lora is None
+    lora = read("actor_rollout_ref.model.lora_rank=8").trainer.model.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.target_modules) == (8, 16, ("all-linear",))
+
+
 def test_gradient_norm_of_zero_bounds_nothing():
     assert read("actor_rollout_ref.actor.grad_clip=0").trainer.optim.max_norm == math.inf
 
@@ -161,6 +170,14 @@ def test_each_given_key_has_a_line():
     assert all(word.partition("=")[0] in notes for word in SCRIPT.split())
     assert notes["trainer.unheard_of"] == "not supported here"
     assert "default of verl" in notes["actor_rollout_ref.actor.clip_ratio_c"]
+
+
+def test_rl_prints_the_run_that_words_of_a_script_make(capsys: pytest.CaptureFixture[str]):
+    assert rl([*SCRIPT.split(), "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    table = tomllib.loads(printed)
+    assert (table["max_steps"], table["orchestrator"]["batch_size"]) == (32, 32)
+    assert "# actor_rollout_ref.rollout.name" in printed
 
 
 def test_only_yaml_files_or_overrides_are_read_as_such():
