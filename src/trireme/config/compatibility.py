@@ -94,10 +94,6 @@ def keys_for(name: str) -> list[str]:
 # Refused values: table, key and value -> what to do instead.
 NOT_A_VALUE: dict[tuple[str, ...], str] = {
     ("optim", "type", "sign_sgd"): "The nearest is `sgd`, whose steps are as long as the gradient, or `adamw`.",
-    ("loss", "type", "default"): (
-        'The later default of prime-rl, DPPO with a squared KL, is not here: write it as `type = "custom"`. '
-        "Leave it out for our default, `importance`, which was prime-rl's in December 2025."
-    ),
 }
 
 Kind = Literal["run", "vf-rl", "flat", "hosted", "gepa"]

@@ -158,7 +158,12 @@ def knows(root: type[Section], flag: TypedFlag, *, exactly: bool = True) -> bool
     """
     path = flag.path if exactly else flag.path[:1]
     positive = tuple(part.removeprefix("no_") for part in path)
-    return any(is_known(each, rows_for(root), root) for each in (path, positive))
+    # A table that takes any key does not know one.
+    rows = rows_for(root)
+    return any(
+        find(root, each) is not None or (is_known(each, rows, root) and renamed(each, rows, root) != each)
+        for each in (path, positive)
+    )
 
 
 class _Reading:
@@ -345,11 +350,10 @@ class _Reading:
 
     def _is_of_process(self, process: str, key: str) -> bool:
         """Return whether a key belongs to a process's own table: `optim` is `trainer.optim`, `max_steps` the run's."""
-        if find(self.root, (process, key)) is not None:
-            return True
+        if key in fields_of(self.root) or find(self.root, (process, key)) is not None:
+            return find(self.root, (process, key)) is not None
         rows = rows_for(self.root)
-        of_process = key in names_below((process,), rows)
-        return of_process or not (key in fields_of(self.root) or key in names_below((), rows))
+        return key in names_below((process,), rows) or key not in names_below((), rows)
 
     def _set(self, path: KeyPath, value: Any, source: Source) -> None:
         """Merge one value: tables merge key by key; anything else, lists too, is replaced."""

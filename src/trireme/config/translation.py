@@ -56,6 +56,11 @@ class Row:
     since: str = ""
 
 
+def refused(theirs: str, words: str, since: str = "") -> Row:
+    """Return the row of a key that is refused with every value."""
+    return Row(theirs, None, words, refused=True, since=since)
+
+
 @dataclass(frozen=True)
 class Line:
     """What became of one key.
@@ -150,6 +155,9 @@ def renamed(path: KeyPath, rows: tuple[Row, ...], root: type[Section]) -> KeyPat
         table_of(path, mark), tuple(row for row in rows if not callable(row.ours)), root=root, is_flag=True
     )
     for ours, value in found.settings.items() if not found.unknown else ():
+        field = find(root, ours)
+        if value is not mark and field is not None and field.kind != "table":
+            return None
         while isinstance(value, dict) and value:  # inside of a table that takes any key
             ((name, value),) = value.items()
             ours = (*ours, name)

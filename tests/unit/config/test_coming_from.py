@@ -119,8 +119,8 @@ def test_page_has_tables_of_each_kind():
 def test_a_key_of_another_format_is_answered_in_a_file_of_rl(tmp_path):
     theirs = {*VfArgs.model_fields, *Flat.model_fields, *Hosted.model_fields} - RunConfig.model_fields.keys()
     for name in theirs:
-        (tmp_path / "rl.toml").write_text(f'orchestrator.env = {{ id = "x" }}\n{name} = 1\n')
-        with pytest.raises(ConfigError, match=f"unknown key `{name}`") as caught:
+        (tmp_path / "rl.toml").write_text(f'orchestrator.env = {{ id = "x" }}\n{name} = "x"\n')
+        with pytest.raises(ConfigError, match=f"`{name}(`| = )") as caught:
             load_run_config(["@", str(tmp_path / "rl.toml")], program="rl")
         assert NOTHING not in str(caught.value), name
 

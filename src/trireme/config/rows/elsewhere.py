@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trireme.config.rows.rules import unless
-from trireme.config.translation import Row
+from trireme.config.rows.rules import only
+from trireme.config.translation import Row, refused
 
 _BETAS = "Write both as one key: `trainer.optim.betas = [0.9, 0.999]`, with your two values."
 _CLIP = "Write `clip_low`, and `clip_high` too if both sides are clipped alike: each has a default of its own here."
@@ -48,6 +48,6 @@ HERE = {
 """Values of such keys that ask for what is so here, and why."""
 
 ELSEWHERE = (
-    *(Row(f"*.{name}", unless(value, why, WORDS[name])) for name, (value, why) in HERE.items()),
-    *(Row(f"*.{name}", None, words, refused=True) for name, words in WORDS.items()),
+    *(Row(f"*.{name}", only(value, WORDS[name], why)) for name, (value, why) in HERE.items()),
+    *(refused(f"*.{name}", words) for name, words in WORDS.items()),
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trireme.config.rows import rules, sources
-from trireme.config.rows.rules import HARDWARE, on_gpus, switch, to, unless
-from trireme.config.translation import Row
+from trireme.config.files import PROCESSES
+from trireme.config.rows import losses, rules, sources
+from trireme.config.rows.rules import ALWAYS, HARDWARE, on_gpus, only, switch, to
+from trireme.config.translation import Row, refused
 
 AUTUMN = "2026-09"
-ALWAYS = "always so here"
 NO_MATTER = "nothing that is trained depends on it"
 SUBMIT = "`trireme submit FILE --on slurm` submits a run; this command starts it on this machine"
 TEMPLATE = "the model's own chat template renders conversations"
@@ -17,7 +17,12 @@ ENGINES = (
     "`rl` starts its engines itself. Engines on other machines are named by `hosts.inference`, and "
     "`inference.server.port` is where they listen."
 )
+ZERO_ADVANTAGE = {True: "mask", False: "count"}
 ROUNDS = "Retries are counted as attempts here: `orchestrator.max_rollout_attempts`, which is one more."
+BITS = (
+    "the trainer computes in bfloat16 or float32. Engines alone hold fewer bits, by "
+    '`inference.args = { quantization = "fp8_per_block" }`. Remove it.'
+)
 UNDER_WAY = "`orchestrator.max_concurrent` bounds the requests under way"
 
 TRAINER = (
@@ -40,49 +45,44 @@ TRAINER = (
     Row("trainer.model.moe_fused_kernel", None, HARDWARE),
     Row("trainer.model.moe.compute", None, HARDWARE, since=AUTUMN),
     Row("trainer.model.moe.dispatch", None, HARDWARE, since=AUTUMN),
-    Row(
-        "trainer.model.moe_use_grouped_mm",
-        to("trainer.model.moe.implementation", {True: "grouped_mm", False: "eager"}),
-    ),
+    Row("trainer.model.moe_use_grouped_mm", rules.set_grouped),
     Row("trainer.model.moe_router_dtype", to("trainer.model.moe.router_dtype", {"bfloat16": "model"})),
     Row("trainer.model.freeze_moe_router", to("trainer.model.moe.router", {True: "frozen", False: "trained"})),
-    Row("trainer.model.tp", unless(1, ALWAYS, "parameters are sharded by FSDP2 over all ranks. `cp` splits long rows.")),
-    Row(
-        "trainer.model.quantization",
-        unless(None, ALWAYS, 'the trainer computes in bfloat16 or float32. Engines alone hold fewer bits: `inference.args = { quantization = "fp8_per_block" }`. Remove it.'),
-    ),
-    Row("trainer.model.fp8", unless(False, ALWAYS, "the trainer computes in bfloat16 or float32. Remove it.")),
-    Row("trainer.max_concurrent_runs", unless(1, ALWAYS, "a trainer trains one run. Start one for each.")),
-    Row("trainer.model.index_cache", unless(None, ALWAYS, "indices of sparse attention are computed in each layer. Remove it.")),
+    Row("trainer.model.tp", only(1, "parameters are sharded by FSDP2 over all ranks. `cp` splits long rows.")),
+    Row("trainer.model.quantization", only(None, BITS)),
+    Row("trainer.model.fp8", only(False, BITS)),
+    Row("trainer.max_concurrent_runs", only(1, "a trainer trains one run. Start one for each.")),
+    Row("trainer.model.index_cache", only(None, "indices of sparse attention are computed in each layer. Remove it.")),
     Row("trainer.model.debug.random_init", "trainer.model.from_scratch"),
-    Row("trainer.model.debug.num_layers", unless(None, ALWAYS, "a model is trained with all its layers, as its `config.json` says. Remove it.")),
-    Row("trainer.model.debug.force_balanced_routing", unless(False, ALWAYS, "routers choose the experts. Remove it.")),
+    Row("trainer.model.debug.num_layers", only(None, "a model is trained with all its layers. Remove it.")),
+    Row("trainer.model.debug.force_balanced_routing", only(False, "routers choose the experts. Remove it.")),
     Row("trainer.model.experimental.lora", "trainer.model.lora"),
     Row("trainer.model.lora.r", "trainer.model.lora.rank"),
     Row("trainer.model.lora.name", None, "engines get the adapters under a name of ours"),
-    Row(
-        "trainer.tokenizer.chat_template",
-        None,
-        "every process takes the model's own template. Write it as `chat_template.jinja` into the model's folder.",
-        refused=True,
-    ),
+    refused("trainer.tokenizer.chat_template", "Write it as `chat_template.jinja` into the model's folder."),
     Row("trainer.tokenizer.trust_remote_code", "trainer.model.trust_remote_code"),
     Row("trainer.optim.betas1", rules.set_betas),
     Row("trainer.optim.betas2", rules.set_betas),
     Row("trainer.optim.beta1", rules.set_betas),
     Row("trainer.optim.beta2", rules.set_betas),
     Row("trainer.optim.momentum", rules.set_momentum),
-    Row("trainer.optim.mu", unless(0.95, "0.95 here too", "the momentum of `muon` is 0.95. Remove it.")),
-    Row("trainer.optim.nesterov", unless(False, "the plain momentum", "the momentum of `sgd` is the plain one. Write `nesterov = false`.")),
+    Row("trainer.optim.mu", only(0.95, "the momentum of `muon` is 0.95. Remove it.", "0.95 here too")),
+    Row("trainer.optim.nesterov", only(False, "the momentum is the plain one. Write false.", "the plain momentum")),
     Row("trainer.optim.epsilon", "trainer.optim.eps"),
     Row("trainer.optim.max_norm", rules.set_max_norm),
     Row("trainer.scheduler.type", rules.set_schedule),
+    Row("trainer.loss.type", losses.set_loss),
+    Row("trainer.loss.ratio_low", losses.set_bound("low")),
+    Row("trainer.loss.ratio_high", losses.set_bound("high")),
+    Row("trainer.loss.dppo_mask_low", "trainer.loss.mask_low"),
+    Row("trainer.loss.dppo_mask_high", "trainer.loss.mask_high"),
+    Row("trainer.loss.ipo_threshold", "trainer.loss.eps"),
     Row("trainer.loss.import_path", "trainer.loss.path"),
     Row("trainer.loss.kwargs", "trainer.loss.args"),
     Row("trainer.loss.teacher_tau", "orchestrator.teacher.weight"),
     Row("trainer.loss.mask_ratio_low", "trainer.loss.ratio_low"),
     Row("trainer.loss.mask_ratio_high", "trainer.loss.ratio_high"),
-    Row("trainer.data", None, "batches come from the orchestrator. Remove it.", refused=True),
+    refused("trainer.data", "batches come from the orchestrator. Remove it."),
     Row("trainer.enable_router_replay", "trainer.model.moe.router_replay"),
     Row("trainer.dist_timeout_seconds", "trainer.batch_timeout_s"),
     Row("trainer.matmul_precision", None, "products of float32 are computed whole"),
@@ -92,12 +92,12 @@ TRAINER = (
     Row("trainer.enable_token_export", None, "the journal holds the tokens of every batch"),
     Row("trainer.ckpt.keep", "trainer.ckpt.keep_last"),
     Row("trainer.ckpt.weights", None, "the weights of each checkpoint are written as Hugging Face files"),
-    Row("trainer.ckpt.weights_only", unless(False, ALWAYS, "a checkpoint always holds what a resumed run needs. Remove it.")),
+    Row("trainer.ckpt.weights_only", only(False, "a checkpoint always holds what a resumed run needs. Remove it.")),
     Row("trainer.ckpt.skip_gather_master_weights", None, NO_MATTER),
     Row("trainer.ckpt.wait_for_weights_timeout", None, "weights are handed over, not waited for on a disk"),
-    Row("trainer.ckpt.output_dir", None, "checkpoints are in the run's own folder, `output_dir`. Remove it.", refused=True),
+    refused("trainer.ckpt.output_dir", "checkpoints are in the run's own folder, `output_dir`. Remove it."),
     *(Row(f"trainer.ckpt.skip_{name}", rules.skip) for name in rules.SKIPPED),
-    Row("trainer.ckpt.skip_buffer", unless(False, ALWAYS, "a resumed run continues with its buffer. Remove it.")),
+    Row("trainer.ckpt.skip_buffer", only(False, "a resumed run continues with its buffer. Remove it.")),
 )  # fmt: skip
 """Keys of the trainer, which `sft` has at its top."""
 
@@ -112,18 +112,19 @@ def of_sources(ours: str, *, trains: bool) -> Iterator[Row]:
     yield Row(f"{env}.extra_env_kwargs", f"{env}.args")
     yield Row(f"{env}.select", f"{env}.args.select", since=AUTUMN)
     yield Row(f"{env}.shuffle", f"{env}.args.select.shuffle")
-    yield Row(f"{env}.max_retries", None, ROUNDS, refused=True)
-    yield Row(f"{env}.retries", None, ROUNDS, refused=True, since=AUTUMN)
+    yield refused(f"{env}.max_retries", ROUNDS)
+    yield refused(f"{env}.retries", ROUNDS, since=AUTUMN)
     yield Row(f"{env}.serve", None, "each environment runs in worker processes of the run (`num_workers`)")
-    yield Row(
-        f"{env}.serve.address",
-        None,
-        "the orchestrator starts an environment's workers itself. Remove it.",
-        refused=True,
-    )
-    yield Row(
-        f"{env}.address", None, "the orchestrator starts an environment's workers itself. Remove it.", refused=True
-    )
+    yield Row(f"{env}.num_workers", sources.set_workers(env))
+    yield Row(f"{env}.timeout_seconds", f"{env}.rollout_timeout_s")
+    yield Row(f"{env}.timeout", f"{env}.rollout_timeout_s")
+    yield Row(f"{env}.timeout.rollout", f"{env}.rollout_timeout_s")
+    yield Row(f"{env}.timeout.scoring", f"{env}.args.timeout.scoring")
+    yield Row(f"{env}.state_columns", None, "the journal has whole rollouts")
+    yield Row(f"{env}.max_total_completion_tokens", only(-1, "`seq_len` bounds the prompt with all completions."))
+    yield Row(f"{env}.legacy", env)
+    for address in ("serve.address", "address"):
+        yield refused(f"{env}.{address}", "the orchestrator starts an environment's workers itself. Remove it.")
 
     # What runs: a task set, and programs that play it. `args` has both, as verifiers reads them.
     yield Row(f"{env}.env", f"{env}.args")
@@ -146,24 +147,16 @@ def of_sources(ours: str, *, trains: bool) -> Iterator[Row]:
     if trains:
         yield Row(f"{env}.ratio", f"{env}.weight")
         yield Row(f"{env}.group_size", f"{env}.rollouts_per_example")
-        yield Row(f"{env}.algo", sources.set_algorithm(env, "teacher"))
+        yield Row(f"{env}.algo", sources.set_algorithm(env))
         yield Row(f"{env}.curriculum", sources.set_curriculum(env))
-        yield Row(
-            f"{env}.num_examples",
-            None,
-            "how many examples there are is an argument of the environment: its `args`. Move it there.",
-            refused=True,
-        )
-        yield from of_sampling(f"{env}.sampling")
+        yield refused(f"{env}.num_examples", "it is an argument of the environment. Move it into `args`.")
     else:
         yield Row(f"{env}.ratio", None, "each environment of an evaluation is evaluated whole")
-        yield Row(
-            f"{env}.group_size", sources.set_eval_rollouts(f"{env}.rollouts_per_example", f"{env}.sampling.temperature")
-        )
+        yield Row(f"{env}.group_size", sources.set_eval_rollouts(env))
         yield Row(f"{env}.num_examples", sources.set_count(f"{env}.num_examples"))
         yield Row(f"{env}.select.limit", f"{env}.num_examples", since=AUTUMN)
         yield Row(f"{env}.skip_first_step", to(f"{env}.eval_base", {True: False, False: True}))
-        yield from of_sampling(f"{env}.sampling")
+    yield from of_sampling(f"{env}.sampling")
 
 
 def of_sampling(ours: str) -> Iterator[Row]:
@@ -171,22 +164,18 @@ def of_sampling(ours: str) -> Iterator[Row]:
     yield Row(f"{ours}.max_completion_tokens", f"{ours}.max_tokens")
     yield Row(f"{ours}.reasoning_effort", f"{ours}.extra_body.reasoning_effort")
     yield Row(f"{ours}.extra_body.return_token_ids", None, ALWAYS)
-    for name in ("top_k", "top_p", "min_p", "min_tokens", "repetition_penalty", "seed"):
-        yield Row(f"{ours}.extra_body.{name}", f"{ours}.{name}")
 
 
 def of_evaluation(ours: str) -> Iterator[Row]:
     """Yield rows of `[orchestrator.eval]`, or of `[eval]` of `sft`."""
     yield Row(f"{ours}.source", f"{ours}.env")
-    yield Row(
-        f"{ours}.group_size", sources.set_eval_rollouts(f"{ours}.rollouts_per_example", f"{ours}.sampling.temperature")
-    )
+    yield Row(f"{ours}.group_size", sources.set_eval_rollouts(ours))
     yield Row(f"{ours}.num_examples", sources.set_count(f"{ours}.num_examples"))
     yield Row(f"{ours}.max_completion_tokens", f"{ours}.sampling.max_tokens")
     yield Row(f"{ours}.eval_base_model", f"{ours}.eval_base")
     yield Row(f"{ours}.skip_first_step", to(f"{ours}.eval_base", {True: False, False: True}))
     yield Row(f"{ours}.retrigger_on_resume", None, "evaluations that a stop cut short are continued")
-    yield Row(f"{ours}.max_retries", None, ROUNDS, refused=True)
+    yield refused(f"{ours}.max_retries", ROUNDS)
     yield Row(f"{ours}.save", None, "the answers of each evaluation are in the run's folder `evals`")
     yield Row(f"{ours}.num_workers", None, "`num_workers` is a key of each environment")
     yield Row(f"{ours}.concurrency.max_inflight", f"{ours}.max_concurrent")
@@ -196,17 +185,18 @@ def of_evaluation(ours: str) -> Iterator[Row]:
     yield from of_sources(f"{ours}.env", trains=False)
 
 
-def of_renderer(theirs: str) -> Iterator[Row]:
-    """Yield rows of the table that says how conversations become tokens."""
-    variables = "orchestrator.sampling.chat_template_kwargs"
-    yield Row(theirs, None, f"{TEMPLATE}. Its variables go into `[{variables}]`.", refused=True)
+def of_renderer(theirs: str, variables: str) -> Iterator[Row]:
+    """Yield rows of the table that says how conversations become tokens.
+
+    Args:
+        variables: our table of variables of the chat template.
+    """
+    yield refused(theirs, f"{TEMPLATE}. Its variables go into `[{variables}]`.")
     yield Row(f"{theirs}.name", None, TEMPLATE)
-    yield Row(f"{theirs}.thinking_retention", rules.retain_thinking)
-    yield Row(f"{theirs}.preserve_all_thinking", rules.retain_thinking)
+    yield Row(f"{theirs}.thinking_retention", rules.retain_thinking(variables))
+    yield Row(f"{theirs}.preserve_all_thinking", rules.retain_thinking(variables))
     for name in ("clear_thinking", "truncate_history_thinking", "enable_thinking", "preserve_thinking"):
         yield Row(f"{theirs}.{name}", f"{variables}.{name}")
-    yield Row(f"{theirs}.reasoning_parser", to("inference.model.reasoning_parser", {"think": "deepseek_r1"}))
-    yield Row(f"{theirs}.tool_parser", "inference.model.tool_call_parser")
 
 
 ORCHESTRATOR = (
@@ -218,9 +208,9 @@ ORCHESTRATOR = (
     Row("orchestrator.train.sampling", "orchestrator.sampling"),
     Row("orchestrator.train.algo", "orchestrator.algo", since=AUTUMN),
     Row("orchestrator.train.num_workers", None, "`num_workers` is a key of each environment"),
-    Row("orchestrator.train.max_retries", None, ROUNDS, refused=True),
-    Row("orchestrator.train.filter_zero_advantages", to("orchestrator.filters.zero_advantage", {True: "mask", False: "count"})),
-    Row("orchestrator.algo", sources.set_algorithm("orchestrator", "orchestrator.teacher")),
+    refused("orchestrator.train.max_retries", ROUNDS),
+    Row("orchestrator.train.filter_zero_advantages", to("orchestrator.filters.zero_advantage", ZERO_ADVANTAGE)),
+    Row("orchestrator.algo", sources.set_algorithm("orchestrator")),
     Row("orchestrator.seq_len", "seq_len"),
     Row("orchestrator.max_steps", "max_steps"),
     Row("orchestrator.seed", "seed"),
@@ -241,7 +231,7 @@ ORCHESTRATOR = (
     Row("orchestrator.client", "orchestrator.model.client"),
     Row("orchestrator.model.client", None, "`rl` starts its engines itself, and knows where they are"),
     Row("orchestrator.model.client.base_url", sources.refuse_engines),
-    Row("orchestrator.model.client.elastic", None, ENGINES, refused=True),
+    refused("orchestrator.model.client.elastic", ENGINES),
     Row("orchestrator.tokenizer", "trainer.tokenizer"),
     Row("orchestrator.optim", "trainer.optim"),
     Row("orchestrator.ckpt", "trainer.ckpt"),
@@ -250,7 +240,7 @@ ORCHESTRATOR = (
     Row("orchestrator.teacher.client.base_url", sources.set_teacher_address),
     Row("orchestrator.teacher.client", None, "a teacher is asked without a key"),
     Row("orchestrator.teacher.model.name", "orchestrator.teacher.model"),
-    Row("orchestrator.teacher_rollout_model", None, sources.NOT_HERE["sft"], refused=True),
+    refused("orchestrator.teacher_rollout_model", sources.NOT_HERE["sft"]),
     Row("orchestrator.filters", sources.set_filters(before_batch=False)),
     Row("orchestrator.pre_batch_filters", sources.set_filters(before_batch=True)),
     Row("orchestrator.post_batch_filters", sources.set_filters(before_batch=False)),
@@ -261,16 +251,16 @@ ORCHESTRATOR = (
     Row("orchestrator.prime_monitor", "prime_monitor"),
     Row("orchestrator.file_monitor", None, "metrics are always in `metrics.jsonl` of the run's folder"),
     Row("orchestrator.advantage.type", to("orchestrator.advantage.type", {"default": "group_mean"})),
-    Row("orchestrator.advantage.length_penalty", unless(None, ALWAYS, "`[orchestrator.length_penalty]` prefers short answers, by other formulas. Write one of them.")),
-    Row("orchestrator.advantage.length_weighted_baseline", unless(False, ALWAYS, "the baseline is the mean over rollouts. Remove it.")),
-    Row("orchestrator.env_mix.probabilities", None, "Write each environment's share as `orchestrator.env.weight`.", refused=True),
+    Row("orchestrator.advantage.length_penalty", only(None, "`[orchestrator.length_penalty]` has other formulas.")),
+    Row("orchestrator.advantage.length_weighted_baseline", only(False, "it is the mean over rollouts. Remove it.")),
+    refused("orchestrator.env_mix.probabilities", "Write each environment's share as `orchestrator.env.weight`."),
     Row("orchestrator.buffer.type", rules.set_buffer),
     Row("orchestrator.buffer.seed", "seed"),
     *(Row(f"orchestrator.buffer.{pool}_threshold", sources.set_pool(pool)) for pool in ("easy", "hard")),
     *(Row(f"orchestrator.buffer.{pool}_fraction", sources.set_fraction(pool)) for pool in ("easy", "hard")),
     Row("orchestrator.advantage.import_path", "orchestrator.advantage.path"),
     Row("orchestrator.advantage.kwargs", "orchestrator.advantage.args"),
-    Row("orchestrator.advantage.length_shaping", unless(False, ALWAYS, "`[orchestrator.length_penalty]` prefers short answers.")),
+    Row("orchestrator.advantage.length_shaping", only(False, "`[orchestrator.length_penalty]` prefers short answers.")),
     Row("orchestrator.strict_async_level", None, "`max_async_level` is a bound, which a run may stay below"),
     Row("orchestrator.lora_name", None, "engines get the adapters under a name of ours"),
     Row("orchestrator.use_token_client", None, ALWAYS),
@@ -282,7 +272,9 @@ ORCHESTRATOR = (
     *of_sampling("orchestrator.sampling"),
     *of_sources("orchestrator.env", trains=True),
     *of_evaluation("orchestrator.eval"),
-    *of_renderer("orchestrator.renderer"),
+    *of_renderer("orchestrator.renderer", "orchestrator.sampling.chat_template_kwargs"),
+    Row("orchestrator.renderer.reasoning_parser", to("inference.model.reasoning_parser", {"think": "deepseek_r1"})),
+    Row("orchestrator.renderer.tool_parser", "inference.model.tool_call_parser"),
 )  # fmt: skip
 
 INFERENCE = (
@@ -293,8 +285,11 @@ INFERENCE = (
         Row(f"inference.vllm.{name}", f"inference.model.{name}")
         for name in ("dtype", "max_model_len", "enforce_eager", "trust_remote_code", "enable_auto_tool_choice")
     ),
-    Row("inference.vllm.tool_call_parser", rules.set_parser("tool_call_parser")),
-    Row("inference.vllm.reasoning_parser", rules.set_parser("reasoning_parser")),
+    *(
+        Row(f"inference.{table}.{name}", rules.set_parser(name))
+        for table in ("vllm", "model")
+        for name in ("tool_call_parser", "reasoning_parser")
+    ),
     Row("inference.vllm.tensor_parallel_size", "inference.parallel.tp"),
     Row("inference.vllm.data_parallel_size", "inference.parallel.dp"),
     Row("inference.vllm.gpu_memory_utilization", "inference.gpu_memory_utilization"),
@@ -307,8 +302,8 @@ INFERENCE = (
     *(
         Row(f"inference.{name}", f"inference.args.{name}")
         for name in (
-            *("enable_expert_parallel", "enable_eplb", "enable_dbo", "enable_prefix_caching", "all2all_backend", "seed"),
-            *("enable_ep_weight_filter", "safetensors_load_strategy", "rope_scaling", "quantization"),
+            *("enable_expert_parallel", "enable_eplb", "enable_dbo", "enable_prefix_caching", "all2all_backend"),
+            *("enable_ep_weight_filter", "safetensors_load_strategy", "quantization", "seed"),
         )
     ),
     Row("inference.enable_return_routed_experts", None, "follows from `trainer.model.moe.router_replay`"),
@@ -318,7 +313,7 @@ INFERENCE = (
         for name in ("data_parallel_size_local", "data_parallel_rpc_port", "api_server_count")
     ),
     Row("inference.vllm.enable_return_routed_experts", None, "follows from `trainer.model.moe.router_replay`"),
-    Row("inference.vllm.rope_scaling", unless(None, ALWAYS, "the trainer takes the positions of the model's `config.json`. Write it there.")),
+    Row("inference.vllm.rope_scaling", only(None, "Write it into the model's `config.json`.")),
     Row("inference.use_deep_gemm", rules.use_deep_gemm),
     Row("inference.enable_fp32_lm_head", None, "the engine computes its head as vLLM does"),
     Row("inference.enable_fp32_router_logits", None, "the engine computes routers as vLLM does"),
@@ -337,7 +332,7 @@ RUN = (
     Row("seq_len", rules.set_seq_len),
     Row("ckpt", "trainer.ckpt"),
     Row("resume", rules.resume),
-    *(Row(f"{name}.resume", "resume") for name in ("trainer", "orchestrator")),
+    *(Row(f"{name}.resume", "resume") for name in PROCESSES[:2]),
     Row("trainer.max_steps", "max_steps"),
     Row("model.impl", "trainer.model.impl"),
     Row("max_concurrent", "orchestrator.max_concurrent"),
@@ -346,11 +341,11 @@ RUN = (
     Row("run.dir", "name"),
     Row("clean", None, "files of an earlier run are moved aside"),
     Row("clean_output_dir", None, "files of an earlier run are moved aside"),
-    Row("dry_run", unless(False, ALWAYS, "type `--dry-run`: a file cannot ask for it.")),
-    *(Row(f"{name}.output_dir", "output_dir") for name in ("trainer", "orchestrator")),
-    *(Row(f"{name}.{key}", key) for name in ("trainer", "orchestrator", "inference") for key in ("log", "weight_broadcast")),
-    *(Row(f"{name}.{key}", key) for name in ("trainer", "orchestrator") for key in ("wandb", "monitors")),
-    *(Row(f"{table}rollout_transport", None, "batches go over one connection, from the journal") for table in ("", "trainer.", "orchestrator.")),
+    Row("dry_run", only(False, "type `--dry-run`: a file cannot ask for it.")),
+    *(Row(f"{name}.output_dir", "output_dir") for name in PROCESSES[:2]),
+    *(Row(f"{name}.{key}", key) for name in PROCESSES for key in ("log", "weight_broadcast")),
+    *(Row(f"{name}.{key}", key) for name in PROCESSES[:2] for key in ("wandb", "monitors", "rollout_transport")),
+    Row("rollout_transport", None, "batches go over one connection, from the journal"),
     # logs and monitors
     Row("log.level", rules.set_level),
     Row("log", None, NO_MATTER),
@@ -375,7 +370,7 @@ RUN = (
     Row("weight_broadcast.inference_world_size", None, "engines are counted when they join"),
     Row("weight_broadcast.quantize_in_weight_transfer", None, "weights travel in the precision that engines serve"),
     Row("weight_broadcast.adapter_only", to("trainer.model.lora.sync", {True: "adapter", False: "merged"})),
-    Row("bench", unless(False, ALWAYS, "`scripts/bench` and `trireme plan` measure. Remove it.")),
+    Row("bench", only(False, "`scripts/bench` and `trireme plan` measure. Remove it.")),
 )  # fmt: skip
 
 PRIME_RL = (*RUN, *TRAINER, *ORCHESTRATOR, *INFERENCE)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from trireme.config.rows.prime_rl import (
-    ALWAYS,
     AUTUMN,
     ENGINES,
     NO_MATTER,
@@ -17,8 +16,9 @@ from trireme.config.rows.prime_rl import (
     of_sampling,
     of_sources,
 )
-from trireme.config.rows.rules import HARDWARE, on_gpus, unless
-from trireme.config.translation import Refused, Row, Settings, value_at
+from trireme.config.rows.rules import HARDWARE, on_gpus, only
+from trireme.config.rows.sources import set_count
+from trireme.config.translation import Refused, Row, Settings, refused, value_at
 
 
 def set_sources(name: str, table: dict[str, Any]) -> Settings:
@@ -72,9 +72,9 @@ DATA = (
     Row("data.num_workers", None, HARDWARE),
     Row("data.subsets", None, "in `data.name`"),
     Row("data.splits", None, "in `data.name`"),
-    Row("data.probabilities", unless(None, ALWAYS, "`[[source]]` has `repeat`, how often an epoch holds each of its conversations.")),
-    Row("data.stopping_strategy", unless("all_exhausted", ALWAYS, "an epoch holds every conversation. `[[source]]` has `repeat`.")),
-    Row("data.shuffle", unless(True, ALWAYS, "conversations come in a new order in each epoch. Remove it.")),
+    Row("data.probabilities", only(None, "`[[source]]` has `repeat`, how often an epoch holds each.")),
+    Row("data.stopping_strategy", only("all_exhausted", "an epoch holds all. `[[source]]` has `repeat`.")),
+    Row("data.shuffle", only(True, "conversations come in a new order in each epoch. Remove it.")),
     Row("data.seed", "seed"),
     Row("data.pack_function", None, "samples are packed into rows"),
     Row("data.loss_mask", set_roles),
@@ -87,6 +87,7 @@ DATA = (
     Row("val.data.splits", lambda splits, table: {"validation_split": splits[0]}),
     Row("val.data", None, "as in training"),
     Row("loss_impl", None, NO_MATTER),
+    Row("weight_broadcast", None, "the engine of an evaluation reads what the trainer has written"),
     Row("model.seq_len", "seq_len"),
     Row("dist_timeout_seconds", None, "ranks wait for each other as long as torch does"),
     Row("tokenizer.chat_template", "chat_template"),
@@ -94,9 +95,9 @@ DATA = (
     Row("deployment.num_infer_gpus", None, "an evaluation shares the trainer's GPUs"),
     Row("deployment.num_eval_gpus", None, "an evaluation shares the trainer's GPUs"),
     *of_evaluation("eval"),
-    Row("eval.client", None, ENGINES, refused=True),
+    refused("eval.client", ENGINES),
     Row("eval.env_server_base_port", None, "workers of environments need no ports"),
-    *of_renderer("renderer"),
+    *of_renderer("renderer", "chat_template_kwargs"),
 )  # fmt: skip
 
 
@@ -106,7 +107,14 @@ def _at_the_top(row: Row) -> Row:
     return replace(row, theirs=row.theirs.removeprefix("trainer."), ours=ours)
 
 
-PRIME_RL_SFT = (*DATA, *(_at_the_top(row) for row in (*TRAINER, *RUN) if row.theirs not in ("trainer.data", "seq_len")))
+_OF_RL = ("trainer.data", "trainer.loss", "trainer.dist_timeout_seconds", "trainer.max_concurrent_runs")
+_OF_BOTH = {"ckpt", "resume", "run", "clean", "dry_run", "bench", "log", "monitors", "prime_monitor", "wandb", "slurm"}
+_OF_BOTH |= {"deployment", "tokenizer"}
+PRIME_RL_SFT = (
+    *DATA,
+    *(_at_the_top(row) for row in TRAINER if not row.theirs.startswith(_OF_RL)),
+    *(_at_the_top(row) for row in RUN if row.theirs.partition(".")[0] in _OF_BOTH),
+)
 
 PRIME_RL_EVALS = (
     Row("eval.source", "env"),
@@ -124,9 +132,13 @@ PRIME_RL_EVALS = (
     Row("eval.interval", None, "`steps` names those to evaluate"),
     Row("eval.env_server_base_port", None, "workers of environments need no ports"),
     Row("eval.sampling", "sampling"),
-    *(replace(row, theirs=row.theirs) for row in of_evaluation("eval")),
-    Row("eval.num_examples", "num_examples"),
-    Row("online", None, "`uv run eval --weights-dir FOLDER` evaluates what a run has written. Remove it.", refused=True),
+    Row("env[].rollouts_per_example", "rollouts_per_example"),
+    Row("env[].group_size", "rollouts_per_example"),
+    Row("env[].num_examples", set_count("num_examples")),
+    Row("eval.group_size", "rollouts_per_example"),
+    Row("eval.num_examples", set_count("num_examples")),
+    Row("num_examples", set_count("num_examples")),
+    refused("online", "`uv run eval --weights-dir FOLDER` evaluates what a run has written. Remove it."),
     Row("monitors", None, "results are in the run's folder"),
     Row("log", None, NO_MATTER),
     Row("weight_broadcast", None, NO_MATTER),

@@ -10,11 +10,18 @@ from trireme.config.translation import Refused, Rule, Settings, value_at
 
 NO_GPU = "this machine shows no GPU"
 HARDWARE = "tunes hardware only"
+ALWAYS = "always so here"
 
 
 def is_off(value: Any) -> bool:
     """Return whether a value means nothing: "None" is how prime-rl writes it in TOML."""
     return value in (None, False, "none", "None", "null", "false")
+
+
+def value_of(table: dict[str, Any], process: str, *names: str) -> dict[str, Any]:
+    """Return a table of a process, which `sft` has at its top; an empty one if there is none."""
+    found = value_at(table, (process, *names)) or value_at(table, names)
+    return found if isinstance(found, dict) else {}
 
 
 def to(ours: str, values: dict[Any, Any] | None = None) -> Rule:
@@ -27,12 +34,12 @@ def on_gpus(ours: str) -> Rule:
     return lambda value, table: {ours: value} if has_gpus() else NO_GPU
 
 
-def unless(value: Any, words: str, otherwise: str) -> Rule:
+def only(value: Any, otherwise: str, words: str = ALWAYS) -> Rule:
     """Return a rule for a key that has one value here.
 
     Args:
-        words: why it needs no key.
         otherwise: what to do instead of another value.
+        words: why this value needs no key.
     """
 
     def rule(given: Any, table: dict[str, Any]) -> str:
@@ -78,10 +85,19 @@ def set_row_length(seq_len: int, table: dict[str, Any]) -> Settings | str:
     return "rows are as long as `seq_len`, by which the orchestrator packs them" if of_run else {"seq_len": seq_len}
 
 
+THEIRS = {"deployment", "slurm", "monitors", "ckpt", "run"}
+"""Tables that files of prime-rl have and ours do not."""
+
+
+def lacks_gpus(table: dict[str, Any]) -> bool:
+    """Return whether a file of prime-rl, which is for GPUs, is read on a machine without any."""
+    return bool(THEIRS & table.keys()) and not has_gpus()
+
+
 def set_attention(attn: str, table: dict[str, Any]) -> Settings | str:
     if attn == "auto":
         return "the attention is chosen by model and device"
-    if attn.startswith("flash") and not has_gpus():
+    if attn.startswith("flash") and lacks_gpus(table):
         return NO_GPU
     if attn == "flash_attention_4":
         return {"trainer.model.attn": "flash_attention_3"}
@@ -89,7 +105,7 @@ def set_attention(attn: str, table: dict[str, Any]) -> Settings | str:
 
 
 def set_compile(value: Any, table: dict[str, Any]) -> Settings | str:
-    if isinstance(value, dict) and not has_gpus():
+    if isinstance(value, dict) and lacks_gpus(table):
         return NO_GPU
     return {"trainer.model.compile": True if isinstance(value, dict) else False if is_off(value) else value}
 
@@ -110,6 +126,10 @@ def set_head_chunk(chunk: Any, table: dict[str, Any]) -> Settings | str:
     return {"trainer.model.head_chunk": chunk} if is_number else "logits are always computed in chunks"
 
 
+def set_grouped(grouped: bool, table: dict[str, Any]) -> Settings:
+    return {"trainer.model.moe.implementation": "grouped_mm" if grouped else "eager"}
+
+
 def use_deep_gemm(wanted: bool, table: dict[str, Any]) -> Settings | str:
     return {"inference.env_vars.VLLM_USE_DEEP_GEMM": "1"} if wanted else "off here too"
 
@@ -119,7 +139,7 @@ def use_deep_gemm(wanted: bool, table: dict[str, Any]) -> Settings | str:
 
 def set_betas(value: Any, table: dict[str, Any]) -> Settings:
     """Both of AdamW's decays, of which a file may give one."""
-    optim = value_at(table, ("trainer", "optim")) or value_at(table, ("optim",), {})
+    optim = value_of(table, "trainer", "optim")
     second = 0.95 if optim.get("type") == "muon" else 0.999
     first, last = (optim.get("betas1", optim.get("beta1", 0.9)), optim.get("betas2", optim.get("beta2", second)))
     return {"trainer.optim.betas": [first, last]}
@@ -135,7 +155,7 @@ def set_max_norm(value: Any, table: dict[str, Any]) -> Settings:
 
 def set_schedule(value: str, table: dict[str, Any]) -> Settings:
     """prime-rl's `linear` stays, then falls over the last `decay_steps`: our `wsd`. Ours falls from the first step."""
-    scheduler = value_at(table, ("trainer", "scheduler")) or value_at(table, ("scheduler",), {})
+    scheduler = value_of(table, "trainer", "scheduler")
     is_theirs = value == "linear" and "decay_steps" in scheduler
     return {"trainer.scheduler.type": "wsd" if is_theirs else value}
 
@@ -206,19 +226,27 @@ def set_deployment(kind: str, table: dict[str, Any]) -> str:
 # conversations
 
 
-def retain_thinking(kept: Any, table: dict[str, Any]) -> Settings | str:
-    """What the template of a family calls it if earlier thinking stays, of those that can be told."""
-    if is_off(kept) or kept == "tool_cycle":  # `preserve_all_thinking = true` of v0.6 is "all"
-        return "earlier thinking stays as far as the model's chat template keeps it"
-    name = value_at(table, ("orchestrator", "renderer", "name")) or value_at(table, ("renderer", "name"), "auto")
-    for family, variable in KEEPS_THINKING.items():
-        if name.startswith(family):
-            return {f"orchestrator.sampling.chat_template_kwargs.{variable[0]}": variable[1]}
-    raise Refused(
-        "the model's own chat template decides what stays of earlier thinking, and none of its variables is known for "
-        f"renderer `{name}`. Give the model a template that keeps thinking, or set "
-        '`orchestrator.trajectory_strategy = "branching"`, which trains each turn as the template renders it.'
-    )
+def retain_thinking(variables: str) -> Rule:
+    """Return a rule by which earlier thinking stays, by the variable that the template of a family has for it.
+
+    Args:
+        variables: our table of variables of the chat template.
+    """
+
+    def rule(kept: Any, table: dict[str, Any]) -> Settings | str:
+        if is_off(kept) or kept == "tool_cycle":  # `preserve_all_thinking = true` of v0.6 is "all"
+            return "earlier thinking stays as far as the model's chat template keeps it"
+        name = value_of(table, "orchestrator", "renderer").get("name", "auto")
+        for family, (variable, value) in KEEPS_THINKING.items():
+            if name.startswith(family):
+                return {f"{variables}.{variable}": value}
+        raise Refused(
+            "the model's own chat template decides what stays of earlier thinking, and none of its variables is known "
+            f"for renderer `{name}`. Give the model a template that keeps thinking, or set "
+            '`orchestrator.trajectory_strategy = "branching"`, which trains each turn as the template renders it.'
+        )
+
+    return rule
 
 
 KEEPS_THINKING = {
@@ -231,7 +259,7 @@ KEEPS_THINKING = {
 
 def set_parser(kind: str) -> Rule:
     def rule(name: Any, table: dict[str, Any]) -> Settings | str:
-        return f"{AUTO_PARSER[kind]}" if name == "auto" or is_off(name) else {f"inference.model.{kind}": name}
+        return AUTO_PARSER[kind] if name == "auto" else {f"inference.model.{kind}": None if is_off(name) else name}
 
     return rule
 

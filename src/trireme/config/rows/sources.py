@@ -35,7 +35,7 @@ def set_runtime(env: str, agent: str = "*") -> Rule:
 # algorithms
 
 
-def set_algorithm(above: str, teacher: str) -> Rule:
+def set_algorithm(above: str) -> Rule:
     """Return a rule for a table of an algorithm.
 
     Args:
@@ -62,8 +62,9 @@ def set_algorithm(above: str, teacher: str) -> Rule:
             raise Refused(
                 'expected `sampling.source = "policy"` with it: only the policy\'s own tokens are trained on.'
             )
-        if (penalty := algo.get("length_penalty")) and not is_off(penalty):
-            settings |= _length_penalty(f"{above}.length_penalty", penalty)
+        # An empty table asks for the penalty with its defaults.
+        if not is_off(penalty := algo.get("length_penalty")):
+            refuse_penalty(penalty)
         return settings
 
     return rule
@@ -74,7 +75,7 @@ ADVANTAGES = {"grpo": "group_mean", "max_rl": "max_rl", "rae": "rae", "hierarchi
 
 NOT_HERE = {
     "opsd": (
-        "not here: the policy with a demonstration in its prompt teaches itself there. The nearest is a served teacher: "
+        "not here: the policy with a demonstration in its prompt is the teacher there. The nearest is a served one: "
         '`type = "opd"` with `teacher.base_url`, here `[orchestrator.teacher]` with `reward_weight = 0`.'
     ),
     "sft": (
@@ -98,16 +99,16 @@ def _distil(table: str, teacher: Any) -> Settings:
     return settings | ({f"{table}.model": teacher["name"]} if teacher.get("name") else {})
 
 
-def _length_penalty(table: str, penalty: dict[str, Any]) -> Settings:
+def refuse_penalty(penalty: dict[str, Any]) -> None:
+    """Raises: Refused, unless all of its weights are 0."""
     defaults = {"num_output_tokens_weight": 0.25, "num_input_tokens_weight": 0.1, "num_turns_weight": 0.1}
     weights = {key: float(penalty.get(key, default)) for key, default in defaults.items()}
-    if not any(weights.values()):
-        return {}
-    raise Refused(
-        f"its length penalty ({', '.join(f'{key} = {value:g}' for key, value in weights.items())}) is not here: it "
-        "weighs tokens and turns by the group's mean reward. The nearest is `[orchestrator.length_penalty]` with "
-        '`type = "relative"`.'
-    )
+    if any(weights.values()):
+        raise Refused(
+            f"its length penalty ({', '.join(f'{key} = {value:g}' for key, value in weights.items())}) is not here: it "
+            "weighs tokens and turns by the group's mean reward. The nearest is `[orchestrator.length_penalty]` with "
+            '`type = "relative"`.'
+        )
 
 
 def set_mode(mode: str, table: dict[str, Any]) -> Settings | str:
@@ -243,13 +244,18 @@ def set_count(ours: str) -> Rule:
     return lambda count, table: {ours: None if count == -1 else count}
 
 
-def set_eval_rollouts(ours: str, sampling: str) -> Rule:
+def set_eval_rollouts(above: str) -> Rule:
     """Return a rule for the rollouts of an example in evaluation. Several need a temperature, which the engine's
     default gives them there."""
 
     def rule(count: int, table: dict[str, Any]) -> Settings:
         given = [value_at(table, tuple(key.split("."))) for key in ("orchestrator.eval.sampling", "eval.sampling")]
         is_cold = count > 1 and not any(isinstance(each, dict) and "temperature" in each for each in given)
-        return {ours: count} | ({sampling: 1.0} if is_cold else {})
+        temperature = {f"{above}.sampling.temperature": 1.0} if is_cold else {}
+        return {f"{above}.rollouts_per_example": count} | temperature
 
     return rule
+
+
+def set_workers(env: str) -> Rule:
+    return lambda count, table: "1 unless given" if count == "auto" else {f"{env}.num_workers": count}
