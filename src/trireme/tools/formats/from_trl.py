@@ -66,6 +66,7 @@ def conversations():
 
 
 def command(argv: list[str]) -> int:
+    """Read a script, print what became of each key, and write the run. Raises: ConfigError."""
     place = argv.index("--") if "--" in argv else len(argv)
     own, words = argv[:place], argv[place + 1 :]
     parser = argparse.ArgumentParser(prog="trireme from-trl", description=__doc__)
@@ -76,12 +77,15 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key that cannot be read")
     typed = parser.parse_args(own)
 
+    # All problems are shown behind the table, and nothing is written then.
     script = read_script(typed.script, words, _given(typed))
     made, problems = translate_script(script)
     print_table(made.lines)
     raise_together(problems)
     folder = typed.out or Path(typed.script.stem)
     files = write_files(script, made, folder)
+
+    # What remains to be done or known.
     if missing := script.slice.missing:
         print(f"\n{files[1]} imports {', '.join(missing)}, not installed here: uv pip install {' '.join(missing)}")
     for note in script.notes:

@@ -71,6 +71,7 @@ class Slice:
                 yield name, value
 
     def _written(self, statement: ast.stmt) -> str:
+        """Return a statement as text; of imports, what is needed."""
         if isinstance(statement, ast.Import | ast.ImportFrom):
             kept = [each for each in statement.names if (each.asname or each.name.partition(".")[0]) in self.needed]
             is_of_trl = str(getattr(statement, "module", "")).partition(".")[0] == "trl"

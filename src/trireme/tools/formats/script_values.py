@@ -30,6 +30,7 @@ PLAIN_CALLS: dict[str, Callable[..., Any]] = {
     "getattr": lambda one, name: f"{one}.{name}",
 }
 MOST_LEVELS = 50  # expressions inside of one another
+MOST_STEPS = 100_000  # expressions that one value is computed of
 MOST_ITEMS = 1 << 20  # items of a list that is written as `[…] * n`
 TEXT_METHODS = ("split", "replace", "lower", "upper", "strip", "removeprefix", "removesuffix")
 MODULES = ("torch", "transformers", "argparse")
@@ -82,6 +83,7 @@ class Program:
         self.module = list(_flat(self.tree.body))
         self.function: list[ast.stmt] = []
         self.parameters: dict[str, ast.expr] = {}
+        self.steps = 0  # expressions looked at for the value that is being read
         self.passed: set[int] = set()  # nodes of the arguments, whose names are those of the module
 
     def look_from(self, call: ast.Call) -> None:
@@ -130,8 +132,9 @@ class Program:
 
     def value(self, node: ast.AST, depth: int = 0) -> Any:
         """Return the plain value of an expression. Raises: Unreadable."""
-        if depth > MOST_LEVELS:
-            raise Unreadable(node, "leads in a circle")
+        self.steps = 0 if depth == 0 else self.steps + 1
+        if depth > MOST_LEVELS or self.steps > MOST_STEPS:
+            raise Unreadable(node, "leads in a circle, or to too large a value; write it")
         try:
             return self._value(node, lambda inner: self.value(inner, depth + 1))
         except ConfigError:
@@ -140,6 +143,11 @@ class Program:
             raise Unreadable(node, f"cannot be computed ({error})") from None
 
     def _value(self, node: ast.AST, read: Callable[[ast.AST], Any]) -> Any:
+        """Return the value of one kind of expression.
+
+        Args:
+            read: returns the value of an expression inside of it.
+        """
         match node:
             case ast.Constant():
                 return node.value
@@ -158,6 +166,8 @@ class Program:
                 return "".join(str(read(each)) for each in node.values)
             case ast.FormattedValue(format_spec=None):
                 return read(node.value)
+
+            # Operators, on values that are read first.
             case ast.UnaryOp() if type(node.op) in OPERATORS:
                 return OPERATORS[type(node.op)](read(node.operand))
             case ast.BinOp() if type(node.op) in OPERATORS:
@@ -168,6 +178,8 @@ class Program:
                 return (all if isinstance(node.op, ast.And) else any)(read(each) for each in node.values)
             case ast.IfExp():
                 return read(node.body if read(node.test) else node.orelse)
+
+            # Parts of other values, and a few functions.
             case ast.Attribute():
                 return self._attribute(node, read)
             case ast.Subscript():
@@ -179,7 +191,8 @@ class Program:
         raise Unreadable(node, "is known only when the script runs; write its value")
 
     def _operate(self, node: ast.BinOp, left: Any, right: Any) -> Any:
-        repeats = isinstance(node.op, ast.Mult) and isinstance(left, str | list)
+        # `"%99999d" % 1` and `[0] * n` may take more than all memory.
+        repeats = isinstance(node.op, ast.Mult | ast.Mod) and isinstance(left, str | list)
         if isinstance(left, Parsed) or (repeats and not (isinstance(right, int) and len(left) * right <= MOST_ITEMS)):
             raise Unreadable(node, "is known only when the script runs; write its value")
         return OPERATORS[type(node.op)](left, right)
@@ -193,9 +206,11 @@ class Program:
         raise Unreadable(node, "is known only when the script runs; write its value")
 
     def _call(self, node: ast.Call, read: Callable[[ast.AST], Any]) -> Any:
+        """Return what a parser of the command line, or one of a few plain functions, would return."""
         name = name_of(node.func)
         if isinstance(node.func, ast.Attribute) and node.func.attr in PARSES:
             return self.parsed(node)
+
         defined = self.binding(node.func) if isinstance(node.func, ast.Name) and name not in PLAIN_CALLS else None
         if isinstance(defined, ast.FunctionDef):
             # `def parse_args(): ...; return parser.parse_args()` is a common way to write it
@@ -203,6 +218,7 @@ class Program:
                 match inner:
                     case ast.Return(value=ast.Call(func=ast.Attribute(value=parser, attr="parse_args"))):
                         return Parsed("arguments", self._with_argparse(ast.unparse(parser)))
+
         if name in PLAIN_CALLS:
             given = {each.arg: read(each.value) for each in node.keywords if each.arg}
             spread = [read(each.value) for each in node.keywords if not each.arg]
@@ -257,6 +273,13 @@ class Program:
         return found
 
     def _with_argparse(self, parser: str) -> dict[str, Any]:
+        """Return what a parser with the arguments of the script's own makes of the words that were typed.
+
+        Args:
+            parser: its name in the script.
+
+        Raises: ConfigError if the words are none of its arguments.
+        """
         copy = argparse.ArgumentParser(prog=self.path.name, exit_on_error=False)
         types: dict[str, Callable[[str], Any]] = {
             "int": int,
@@ -273,6 +296,7 @@ class Program:
                 if "type" in words:
                     kwargs["type"] = types.get(name_of(words["type"]), str)
                 copy.add_argument(*map(self.value, call.args), **kwargs)
+
         try:
             return vars(copy.parse_args(self.words))
         except (argparse.ArgumentError, SystemExit) as error:

@@ -207,6 +207,8 @@ def environment(table: Table) -> Settings:
         "source_key": rules.of(table, "data.reward_fn_key", "data_source"),
         "max_rows": rules.of(table, "data.train_max_samples", -1),
     }
+
+    # The function is loaded by the environment's worker, never here.
     if custom.get("path"):
         args |= {"reward_path": rules.files_of(custom["path"])[0]}
         args |= {

@@ -114,10 +114,13 @@ def resolve_interpolations(table: dict[str, Any], defaults: dict[str, Any], wher
         return new if new == value else text(new, path, depth + 1)
 
     def look_up(name: str, path: tuple[str, ...]) -> Any:
+        """Return the value of what stands between the braces, seen from a key."""
         kind, colon, rest = name.partition(":")
         key, comma, fallback = (rest if colon else name).partition(",")
         key = key.strip()
         missing = object()
+
+        # A variable of the shell, or a key: an absolute one, or one that is counted from here with dots.
         if colon and kind == "oc.env":
             found: Any = os.environ.get(key, missing)
         elif not colon or kind == "oc.select":
@@ -126,6 +129,7 @@ def resolve_interpolations(table: dict[str, Any], defaults: dict[str, Any], wher
             found = value_at(known, (*above, *key.lstrip(".").split(".")), missing)
         else:
             found, comma = missing, ""
+
         if found is missing and comma:
             found = load(fallback)
         if found is missing:
