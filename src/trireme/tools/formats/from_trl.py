@@ -75,6 +75,7 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--num-processes", type=positive_int, default=1, help="of `accelerate launch`")
     parser.add_argument("--num-examples", type=count, help="rows of the data set, for the steps of an epoch")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key that cannot be read")
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier call wrote")
     typed = parser.parse_args(own)
 
     # All problems are shown behind the table, and nothing is written then.
@@ -83,7 +84,7 @@ def command(argv: list[str]) -> int:
     print_table(made.lines)
     raise_together(problems)
     folder = typed.out or Path(typed.script.stem)
-    files = write_files(script, made, folder)
+    files = write_files(script, made, folder, overwrite=typed.overwrite)
 
     # What remains to be done or known.
     if missing := script.slice.missing:
@@ -158,10 +159,16 @@ def _reward_problems(script: Script) -> Iterator[str]:
                     yield f"line {each.lineno}: `{name}` asks for `{asked}`, which only TRL has. Write it without."
 
 
-def write_files(script: Script, made: Translated, folder: Path) -> tuple[Path, Path]:
+def write_files(script: Script, made: Translated, folder: Path, *, overwrite: bool) -> tuple[Path, Path]:
     """Write the configuration and the program next to it, and return their paths. Raises: ConfigError."""
     file = folder / ("rl.toml" if script.kind == "grpo" else "sft.toml")
     program = folder / ("environment.py" if script.kind == "grpo" else "data.py")
+    if there := [str(each) for each in (file, program) if each.exists() and not overwrite]:
+        raise ConfigError(
+            f"{' and '.join(there)} exists, and may have been edited - expected a new folder. Give another one with "
+            "`--out`, or add `--overwrite`."
+        )
+
     settings = dict(made.settings)
     settings.setdefault(("name",), script.program.path.stem)
     tokenizer = script.table.get("processing_class")

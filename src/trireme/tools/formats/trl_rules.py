@@ -172,9 +172,12 @@ def set_loss(value: str, table: Table) -> Settings | str:
 
 
 def set_level(value: str, table: Table) -> Settings | str:
-    if value == "token":
+    kind = table["loss_type"]
+    if kind == "luspo" and value == "token":
+        raise Refused('expected "sequence", as LUSPO has it. Set it, or take another loss_type.')
+    if value == "token" or kind == "luspo":
         return "as the loss is"
-    if value != "sequence" or table["loss_type"] not in (*TOKEN_LOSSES, "luspo"):
+    if value != "sequence" or kind not in TOKEN_LOSSES:
         raise Refused(f'expected "token" or, with one of {", ".join(TOKEN_LOSSES)}, "sequence" (GSPO).')
     return {"trainer.loss.surrogate": "sequence_clip"}
 

@@ -265,6 +265,16 @@ def test_what_cannot_be_read_or_had_is_named(script: str, words: str):
     assert re.search(words, found := refusal(script)), found
 
 
+def test_edited_files_are_not_overwritten_unless_asked():
+    run(trainer())
+    Path("out/environment.py").write_text("mine")
+    with pytest.raises(ConfigError, match=r"out/environment\.py exists"):
+        command(["mine.py", "--out", "out"])
+    assert Path("out/environment.py").read_text() == "mine"
+    run(trainer(), "--overwrite")
+    assert Path("out/environment.py").read_text() != "mine"
+
+
 def test_typed_value_stands_for_one_that_cannot_be_read():
     script = trainer("max_steps=5, learning_rate=f()", "def f(): return 1")
     assert run(script, "--set", "learning_rate=1e-5")["trainer"]["optim"]["lr"] == 1e-5

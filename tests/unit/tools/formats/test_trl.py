@@ -149,6 +149,7 @@ def test_key_sets_ours(given: dict[str, Any], expected: dict[str, Any]):
         {"loss_type": "unheard_of"},
         {"loss_type": "cispo", "epsilon": 0.3},
         {"importance_sampling_level": "word"},
+        {"loss_type": "luspo", "importance_sampling_level": "token"},
         {"top_entropy_quantile": 0.2},
         {"use_adaptive_entropy": True},
         {"off_policy_mask_threshold": 0.5},

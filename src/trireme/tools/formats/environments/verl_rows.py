@@ -40,7 +40,7 @@ def load_environment(
         call = {
             "data_source": example["source"],
             "solution_str": completion,
-            "ground_truth": (example["row"].get("reward_model") or {}).get("ground_truth"),
+            "ground_truth": example["answer"],
             "extra_info": dict(example["row"].get("extra_info") or {}),
         } | (reward_kwargs or {})
         value = await score(**call) if inspect.iscoroutinefunction(score) else await asyncio.to_thread(score, **call)
@@ -61,7 +61,8 @@ def example_of(row: dict[str, Any], prompt_key: str, source_key: str) -> dict[st
         raise ValueError(
             f"a row has {', '.join(row)} - expected the column {prompt_key!r} with messages - set `data.prompt_key`."
         )
-    return {"prompt": row[prompt_key], "source": row.get(source_key), "row": row}
+    truth = (row.get("reward_model") or {}).get("ground_truth")
+    return {"prompt": row[prompt_key], "answer": truth, "source": row.get(source_key), "row": row}
 
 
 def read_files(files: list[str]) -> list[dict[str, Any]]:
