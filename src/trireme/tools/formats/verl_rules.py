@@ -118,7 +118,7 @@ def set_advantage(value: str, table: Table) -> Settings | str:
 
 LOSSES = {
     **{"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce", "sapo": "sapo", "geo_mean": "gmpo"},
-    **{"dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl"},
+    **{"dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "clip_cov": "clip_cov", "kl_cov": "kl_cov"},
 }
 NORMALISATIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
 
@@ -133,6 +133,8 @@ def set_loss(value: str, table: Table) -> Settings | str:
 
 
 def set_normalize(value: str, table: Table) -> Settings | str:
+    if of(table, f"{ACTOR}.policy_loss.loss_mode") in ("sapo", "geo_mean"):  # which have their own there
+        return {"trainer.loss.normalize": "sequence"}
     if value not in NORMALISATIONS:
         raise Refused(f"expected one of {', '.join(NORMALISATIONS)}. Take the nearest.")
     made: Settings = {"trainer.loss.normalize": NORMALISATIONS[value]}
@@ -146,7 +148,7 @@ def set_clip(value: Any, table: Table) -> Settings | str:
     mode, both = of(table, f"{ACTOR}.policy_loss.loss_mode"), of(table, f"{ACTOR}.clip_ratio")
     low, high = (of(table, f"{ACTOR}.clip_ratio_{side}", both) for side in ("low", "high"))
     bounds = ("mask_low", "mask_high") if mode in ("dppo_tv", "dppo_kl") else ("clip_low", "clip_high")
-    if mode in ("gpg", "sapo"):
+    if mode in ("gpg", "sapo", "kl_cov"):
         return f"{mode} does not clip"
     return {f"trainer.loss.{key}": each for key, each in zip(bounds, (low, high), strict=True)}
 
@@ -158,10 +160,18 @@ def set_dual_clip(value: float, table: Table) -> Settings | str:
     return {"trainer.loss.max_importance_ratio": value} if mode.startswith("dppo") else f"not with {mode}"
 
 
-def if_mode(mode: str, ours: str) -> Rule:
-    return lambda value, table: (
-        {ours: value} if of(table, f"{ACTOR}.policy_loss.loss_mode") == mode else f"only with loss_mode = {mode}"
-    )
+def if_mode(ours: dict[str, str]) -> Rule:
+    """Return a rule for a key of some losses.
+
+    Args:
+        ours: our key for each `loss_mode` that reads it.
+    """
+
+    def rule(value: Any, table: Table) -> Settings | str:
+        mode = of(table, f"{ACTOR}.policy_loss.loss_mode")
+        return {ours[mode]: value} if mode in ours else f"only with loss_mode = {' or '.join(ours)}"
+
+    return rule
 
 
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}

@@ -17,6 +17,7 @@ from trireme.config.resolve import resolve
 from trireme.config.rules import problems
 from trireme.config.run import RunConfig
 from trireme.config.section import find
+from trireme.config.translation import merged, translate
 from trireme.tools.formats import verl
 from trireme.tools.formats.environments.verl_rows import compute_score, load_environment
 from trireme.tools.formats.yaml_run import is_yaml_run, read_yaml_run
@@ -104,6 +105,23 @@ def test_loss_is_that_of_the_actor(words: str, expected: dict[str, Any]):
     assert {key: getattr(loss, key) for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("mode", "given", "expected"),
+    [
+        ("sapo", {"tau_pos": 2.0}, {"type": "sapo", "tau_pos": 2.0, "normalize": "sequence"}),
+        ("geo_mean", {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}, {"type": "gmpo", "clip_low": 0.4}),
+        ("dppo_tv", {"clip_ratio_c": 20.0}, {"type": "dppo_tv", "mask_low": 0.2, "max_importance_ratio": 20.0}),
+        ("clip_cov", {"policy_loss": {"clip_cov_lb": 2.0}}, {"type": "clip_cov", "cov_low": 2.0, "clip_high": 0.2}),
+        ("kl_cov", {"policy_loss": {"kl_cov_ratio": 0.1}}, {"cov_ratio": 0.1, "cov_penalty": 0.1}),
+    ],
+)
+def test_keys_of_other_losses_are_set(mode: str, given: dict[str, Any], expected: dict[str, Any]):
+    actor = merged({"policy_loss": {"loss_mode": mode}}, given)
+    made = translate(merged(verl.DEFAULTS, {"actor_rollout_ref": {"actor": actor}}), verl.VERL).settings
+    assert {key: made["trainer", "loss", key] for key in expected} == expected
+    assert ("trainer", "loss", "dual_clip") not in made
+
+
 def test_importance_sampling_of_rollouts_is_the_correction():
     loss = read(
         "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=3"
@@ -138,7 +156,7 @@ def test_gradient_norm_of_zero_bounds_nothing():
         ("algorithm.adv_estimator=gae", "no value network"),
         ("algorithm.use_kl_in_reward=True", "use_kl_loss"),
         ("actor_rollout_ref.actor.loss_agg_mode=token-sum", "token-mean"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", "loss_mode"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "loss_mode"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "docs/environments.md"),
         ("reward_model.enable=True", "reward function"),
         ("reward_model.reward_manager=batch", "naive, dapo or prime"),
