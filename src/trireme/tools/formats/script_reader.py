@@ -11,7 +11,7 @@ from typing import Any
 from trireme.base.errors import ConfigError
 from trireme.tools.formats.row_rules import Table
 from trireme.tools.formats.script_slice import Slice
-from trireme.tools.formats.script_values import Parsed, Program, Unreadable, name_of
+from trireme.tools.formats.script_values import DEFINITIONS, Parsed, Program, Unreadable, name_of
 from trireme.tools.formats.trl import TRL_GRPO, TRL_SFT
 
 TRAINERS = {"GRPOTrainer": "grpo", "SFTTrainer": "sft"}
@@ -151,10 +151,10 @@ class Reader:
             if key in HARMLESS_KEYS:
                 return {key: ast.unparse(node)}
             if key not in self.given:
-                whole = f"`{key} = {ast.unparse(node)[:60]}`"
+                whole = f"`{key} = {ast.unparse(node)[:60]}`".replace("** = ", "**")
                 inner = "" if error.text.strip("`") == ast.unparse(node) else f" {error.text}"
-                line = getattr(node, "lineno", "?")
-                self.unread.append(f"line {line}: {whole}:{inner} {error.why}, or give `--set {key}=VALUE`")
+                advice = "one by one" if key == "**" else f"or give `--set {key}=VALUE`"
+                self.unread.append(f"line {getattr(node, 'lineno', '?')}: {whole}:{inner} {error.why}, {advice}")
             return {}
 
     def configuration(self, node: ast.expr | None) -> Table:
@@ -184,11 +184,17 @@ class Reader:
                 return {}
             table = dict(parsed.values) if isinstance(parsed, Parsed) else {}
 
-        # `config.beta = 0.1` behind it
+        # `config.beta = 0.1` behind it; inside of an `if`, it is known only when the script runs.
         for statement in [*self.program.module, *self.program.function]:
-            match statement:
-                case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=name), attr=key)]) if name in names:
-                    table |= self.read(key, statement.value)
+            for inner in [] if isinstance(statement, DEFINITIONS) else ast.walk(statement):
+                match inner:
+                    case ast.Attribute(value=ast.Name(id=name), attr=key, ctx=ast.Store()) if name in names:
+                        is_plain = isinstance(statement, ast.Assign) and statement.targets == [inner]
+                        if isinstance(statement, ast.Assign) and is_plain:
+                            table |= self.read(key, statement.value)
+                        elif key not in self.given and key not in HARMLESS_KEYS:
+                            where = f"line {inner.lineno}: `{name}.{key}` is set inside of another statement"
+                            self.unread.append(f"{where}; set it once, or give `--set {key}=VALUE`")
         return table
 
     def _spread(self, node: ast.expr) -> Table:

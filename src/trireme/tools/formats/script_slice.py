@@ -12,11 +12,10 @@ from copy import copy
 from importlib.util import find_spec
 from typing import Any
 
-from trireme.tools.formats.script_values import Program
+from trireme.tools.formats.script_values import DEFINITIONS, Program, changed
 
 OWN = {"think_format_reward": "trireme_worker.trl_rewards"}
 """Functions of TRL's that Trireme has, too."""
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Slice:
@@ -136,11 +135,11 @@ def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
         left += inner.get_children()
         read |= {each.get_name() for each in inner.get_symbols() if each.is_global() and each.is_referenced()}
 
-    # `rows.append(x)` and `rows[0] = x` change what `rows` stands for.
-    for node in [] if isinstance(statement, DEFINITIONS) else ast.walk(statement):
-        match node:
-            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
-                bound.add(name)
-            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name)) | ast.Attribute(value=ast.Name(id=name))]):
-                bound.add(name)
+    # A statement that changes what a name stands for belongs to it, as does one that calls it for its effect.
+    bound |= set(changed(statement))
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
+            bound.add(name)
+        case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=name))]):
+            bound.add(name)
     return bound, read

@@ -36,6 +36,7 @@ TEXT_METHODS = ("split", "replace", "lower", "upper", "strip", "removeprefix", "
 MODULES = ("torch", "transformers", "argparse")
 """Modules of which `torch.bfloat16` and the like are read as words."""
 ACTIONS = {"argparse.BooleanOptionalAction": argparse.BooleanOptionalAction}
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 PARSES = ("parse_args", "parse_known_args", "parse_args_and_config", "parse_args_into_dataclasses")
 
 
@@ -87,11 +88,23 @@ class Program:
         self.passed: set[int] = set()  # nodes of the arguments, whose names are those of the module
 
     def look_from(self, call: ast.Call) -> None:
-        """See names as they are at a call: those of the function around it, then those of the module."""
-        for each in self.module:
-            if isinstance(each, ast.FunctionDef) and any(node is call for node in ast.walk(each)):
-                self.function = list(each.body)
-                self._bind_parameters(each)
+        """See names as they are at a call: those of the function around it, then those of the module.
+
+        Raises: ConfigError for a call inside of a class, or of a function in another.
+        """
+        around = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, (*DEFINITIONS, ast.Lambda)) and any(inner is call for inner in ast.walk(node))
+        ]
+        for each in around:
+            if len(around) > 1 or not isinstance(each, ast.FunctionDef):
+                raise ConfigError(
+                    f"{self.path}, line {call.lineno}: the trainer is made inside of a class, or of a function in "
+                    "another - expected the module, or a function of it. Move the call there."
+                )
+            self.function = list(each.body)
+            self._bind_parameters(each)
 
     def _bind_parameters(self, function: ast.FunctionDef) -> None:
         calls = [
@@ -175,7 +188,12 @@ class Program:
             case ast.Compare() if len(node.ops) == 1 and type(node.ops[0]) in OPERATORS:
                 return OPERATORS[type(node.ops[0])](read(node.left), read(node.comparators[0]))
             case ast.BoolOp():
-                return (all if isinstance(node.op, ast.And) else any)(read(each) for each in node.values)
+                value = None
+                for each in node.values:  # up to the first that decides
+                    value = read(each)
+                    if bool(value) is isinstance(node.op, ast.Or):
+                        break
+                return value
             case ast.IfExp():
                 return read(node.body if read(node.test) else node.orelse)
 
@@ -345,7 +363,8 @@ def name_of(node: ast.AST | None) -> str:
 
 
 def bindings(statement: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield the names that a statement binds, with what they stand for; None if that is not one plain expression."""
+    """Yield the names that a statement binds or changes, with what they stand for; None if that is not one plain
+    expression."""
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
             yield name, statement.value
@@ -360,6 +379,20 @@ def bindings(statement: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
         case _:
             names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
             yield from ((node.id, None) for node in names if isinstance(node.ctx, ast.Store))
+            yield from ((name, None) for name in changed(statement))
+
+
+CHANGES = ("append", "extend", "insert", "update", "setdefault", "pop", "remove", "clear", "sort", "reverse")
+
+
+def changed(statement: ast.stmt) -> Iterator[str]:
+    """Yield names whose lists or tables a statement changes: `rows.append(x)`, `rows[0] = x`."""
+    for node in [] if isinstance(statement, DEFINITIONS) else ast.walk(statement):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if method in CHANGES:
+                yield name
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                yield name
 
 
 def _part(value: ast.expr, number: int) -> ast.AST | None:

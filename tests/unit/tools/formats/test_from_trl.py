@@ -125,6 +125,8 @@ def test_only_what_is_needed_is_carried_as_it_is_written():
         ("more = dict(learning_rate=3e-6)", "**more, **{'beta': 0.0}"),
         ("sizes = {'small': [3e-6]}", "learning_rate=sizes['small'][0]"),
         ("name = 'owner/3e-6'", "learning_rate=float(name.split('/')[-1])"),
+        ("given = None", "learning_rate=given or 3e-6"),
+        ("given = True", "learning_rate=given and 3e-6"),
         ("is_large = 'x' in ['y']", "learning_rate=1e-3 if is_large else 3e-6"),
     ],
 )
@@ -240,7 +242,20 @@ def test_package_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]):
     ("script", "words"),
     [
         (trainer("max_steps=5, learning_rate=f()", "def f(): return 1"), "line 3.*learning_rate=VALUE"),
+        (trainer("**vars(args)", "args = 1"), r"line 3: `\*\*vars\(args\)`.*one by one"),
         (trainer("max_steps=5, learning_rate=LR", "LR = 1\nLR = 2"), r"several places \(lines 2, 3\)"),
+        (
+            trainer("max_steps=5, **m", "m = {'beta': 0.1}\nm['beta'] = 0.2"),
+            r"line 4: `\*\*m`: is set at several places \(lines 2, 3\)",
+        ),
+        (trainer("max_steps=5, **m", "m = {}\nif input(): m.update(beta=0.2)"), r"several places \(lines 2, 3\)"),
+        (trainer("max_steps=5, beta=B", "B = 1\nB += 1"), r"several places \(lines 2, 3\)"),
+        (
+            "from trl import *\nc = GRPOConfig(max_steps=5)\nif input():\n    c.beta = 0.1\n"
+            "GRPOTrainer('m', len, c, train_dataset=[])",
+            "line 4: `c.beta` is set inside",
+        ),
+        ("class A:\n    def f(self):\n        GRPOTrainer('m', len)", "line 3: the trainer is made inside of a class"),
         (trainer("max_steps=5, beta=B", "for B in range(3): pass"), "line 3.*`for B in"),
         (trainer("max_steps=5, beta=B", "if input(): B = 1"), "line 3.*`if input"),
         (trainer("max_steps=5, beta=missing"), "line 3: `beta = missing`: is not defined"),
