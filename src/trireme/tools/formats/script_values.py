@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trireme.base.errors import ConfigError
 from trireme.tools.formats.yaml_file import load, read_yaml
@@ -298,7 +298,7 @@ class Program:
 
         Raises: ConfigError if the words are none of its arguments.
         """
-        copy = argparse.ArgumentParser(prog=self.path.name, exit_on_error=False)
+        copy = _Parser(prog=self.path.name, add_help=False)
         types: dict[str, Callable[[str], Any]] = {
             "int": int,
             "float": float,
@@ -317,7 +317,7 @@ class Program:
 
         try:
             return vars(copy.parse_args(self.words))
-        except (argparse.ArgumentError, SystemExit) as error:
+        except argparse.ArgumentError as error:
             raise ConfigError(
                 f"{self.path}: its own arguments {self.words} cannot be read ({error}) - expected those that the "
                 "script takes. Type them behind `--`."
@@ -335,6 +335,13 @@ SCRIPT_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """Defaults of TRL's classes that scripts read by name; those of a trainer's configuration are in `trl.py`."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises its errors instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
 
 
 def _typed_words(words: list[str]) -> dict[str, Any]:

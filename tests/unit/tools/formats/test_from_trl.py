@@ -149,6 +149,13 @@ def test_argparse_of_the_script_reads_its_words(given: list[str]):
     assert table["trainer"]["optim"]["lr"] == (3e-6 if given else 2e-6)
 
 
+def test_words_that_the_script_does_not_take_are_refused(capsys: pytest.CaptureFixture[str]):
+    before = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', type=float)\nargs = p.parse_args()"
+    found = refusal(trainer("max_steps=5, learning_rate=args.lr", before), "--", "--unheard-of", "3")
+    assert "unrecognized arguments: --unheard-of 3" in found
+    assert capsys.readouterr().err == ""
+
+
 def test_parser_inside_of_a_function_is_read():
     before = "import argparse\ndef read():\n    p = argparse.ArgumentParser()\n"
     before += "    p.add_argument('--lr', type=float, default=2e-6)\n    return p.parse_args()\nargs = read()"
