@@ -68,17 +68,17 @@ def main() -> None:
 
 def page_of(rows: Collection[Row]) -> str:
     reasons = list(dict.fromkeys(reason for row in rows for reason in row.refusals.values()))
-    lines = ["| model | family | parameters (active) | accepted | H100s, whole model | H100s, adapters |"]
-    lines += ["|---" * 6 + "|"]
+    lines = ["| model | family | parameters (active) | H100s, whole model | H100s, adapters |"]
+    lines += ["|---" * 5 + "|"]
     for row in rows:
-        accepted = "yes, with `[model.vlm]`" if row.with_pictures else "yes"
+        whole = f"{row.whole}, with `[model.vlm]`" if row.with_pictures else row.whole
         if row.refusals:
             number = reasons.index(row.refusals["cpu"]) + 1
-            accepted = f"no ({number})" if "cuda" in row.refusals else f"on GPUs ({number})"
+            whole = f"refused ({number})" if "cuda" in row.refusals else f"{whole}, not on a CPU ({number})"
 
         size = "" if row.parameters is None else f"{row.parameters / 1e9:,.1f}B"
         size += f" ({row.active / 1e9:,.1f}B)" if row.active < (row.parameters or 0) / 2 else ""
-        cells = (row.name, f"`{row.kind}`", size, accepted, row.whole, row.adapters)
+        cells = (row.name, f"`{row.kind}`", size, whole, row.adapters)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), ""])
 

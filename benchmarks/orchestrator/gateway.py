@@ -67,17 +67,13 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
     from trireme.config.orchestrator import Environment as EnvironmentConfig
     from trireme.config.run import RunConfig
     from trireme.journal.model_turn import Turn
-    from trireme.journal.requests import RequestLog
-    from trireme.journal.turns import TurnLog, turns_file
+    from trireme.journal.turns import RolloutLog, turns_file
     from trireme.orchestrator.environments.programs import listen
     from trireme.orchestrator.gateway.endpoint import Endpoint
     from trireme.orchestrator.gateway.server import open_gateway
     from trireme.orchestrator.rollout.chat import ChatTokenizer
-    from trireme.orchestrator.rollout.conversation import Conversation
-    from trireme.orchestrator.rollout.runner import RolloutRunner
-    from trireme.orchestrator.rollout.sampling import TurnSampling
-    from trireme.orchestrator.session.session import Session
-    from trireme.orchestrator.session.wire import RunTask
+    from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
+    from trireme.orchestrator.rollout.sampled_session import SampledSession
 
     tokenizer = ChatTokenizer(write_tokenizer(folder / "tokenizer", CHATML))
     answer = tokenizer.encode("It is done.<|im_end|>")
@@ -93,7 +89,6 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
 
     waits = Waits("orchestrator", folder)
     runner = RolloutRunner(RunConfig(), Instant(), tokenizer, journal=folder, waits=waits)  # type: ignore[arg-type]
-    sampling = TurnSampling(Sampling(), run_seed=None, key="0", attempt=0, trained=True, vocab_size=200)
     own = EnvironmentConfig(id="x", agent=Agent(command=("x",)))
     environment = SimpleNamespace(name="x", config=own, uses_gateway=True)
     async with open_gateway(listen("127.0.0.1", 0), "127.0.0.1") as gateway:
@@ -101,12 +96,12 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
         for number in range(options.sessions):
             file = turns_file(folder, str(number), 0)
             on_disk = not options.instant_disk
-            log = TurnLog(file) if on_disk else None
-            requests = RequestLog(file.with_suffix(".requests")) if on_disk else None
-            conversation = Conversation(runner, sampling, environment, 0, True, log, {})  # type: ignore[arg-type]
-            task = RunTask(task=str(number), index=0)
-            Endpoint(gateway, Session(task, conversation.answer, 60, requests=requests)).open()
-            keys.append(task.api_key)
+            log = RolloutLog(file) if on_disk else None
+            if log is not None:
+                log.keeps_requests = True
+            spec = RolloutSpec("train", 0, 0, name=str(number))
+            session = SampledSession(runner, environment, spec, Sampling(), trained=True, log=log)  # type: ignore[arg-type]
+            keys.append(Endpoint(gateway, session).open().key)
         pipe.send((gateway.url, keys))
         before = time.process_time()
         with rare_garbage_collection():  # as in the orchestrator

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.measuring import by_turns, command, print_table
-from trireme.trainer.model.cpu_attention import attend_on_cpu
+from trireme.trainer.model.packing.attention import attend_on_cpu
 
 HEADS = [(6, 64), (16, 128)]
 LENGTHS = [16, 32, 64, 128, 192, 256, 384]

@@ -28,7 +28,7 @@ from trireme.algo.digest import tensor_digest
 from trireme.base.processes import free_port
 from trireme.messages import InitInfo, TensorSpec
 from trireme.trainer.parallel.mesh import World, open_world
-from trireme.trainer.publish.outgoing import SentWeights, TransferSize
+from trireme.trainer.publish.served_weights import SentWeights, TransferSize
 from trireme.transport.weights.backends import open_receiver, open_sender
 from trireme.transport.weights.collective import WeightGroup, open_store
 

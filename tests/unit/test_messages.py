@@ -60,7 +60,7 @@ def name_of(message: Any) -> str:
     return type(message).__name__
 
 
-def test_the_bytes_of_this_wire_version_do_not_change() -> None:
+def test_the_bytes_of_this_wire_version_do_not_change():
     assert list(map(type, [*REQUESTS, *REPLIES])) == [*Request.__args__, *Reply.__args__], "an example of each message"
     for message in [*REQUESTS, *REPLIES]:
         stored = bytes.fromhex(json.loads(GOLDEN.read_text())[name_of(message)])
@@ -70,7 +70,7 @@ def test_the_bytes_of_this_wire_version_do_not_change() -> None:
         assert wire.encode(found) == wire.encode(message) == stored, changed
 
 
-def test_a_reply_is_no_request_and_an_unknown_object_cannot_be_sent() -> None:
+def test_a_reply_is_no_request_and_an_unknown_object_cannot_be_sent():
     with pytest.raises(msgspec.ValidationError):
         wire.decode_request(wire.encode(wire.Live(version=1)))
     with pytest.raises(msgspec.ValidationError):
@@ -79,7 +79,7 @@ def test_a_reply_is_no_request_and_an_unknown_object_cannot_be_sent() -> None:
         wire.encode(wire.NotYet(note=object()))  # type: ignore[arg-type]
 
 
-def test_tokens_of_any_kind_of_numbers_get_the_types_of_their_columns() -> None:
+def test_tokens_of_any_kind_of_numbers_get_the_types_of_their_columns():
     for values in (np.arange(6, dtype=np.float64)[::2], []):
         tokens = build_tokens(**dict.fromkeys(COLUMNS, values))
         for each in (tokens, wire.decode_as(Tokens, wire.encode(tokens))):

@@ -29,7 +29,6 @@ from trireme.config.resolve import resolve, resuming
 from trireme.config.rules import check, check_launch, launch_problems, launch_warnings
 from trireme.config.run import NODE, RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.translation import with_comments
 from trireme.launch.folder import hold, prepare_folder
 from trireme.launch.plan import describe, plan, set_environment
 from trireme.launch.process_tree import MARKER
@@ -156,9 +155,6 @@ def open_process(name: ProcessName, argv: list[str]) -> tuple[RunConfig, Path]:
         return config if is_rank_of_a_lone_trainer else resuming(config), invocation.run
 
     # Started alone: do what `rl` does for all its processes, for this one.
-    if invocation.print_config:
-        print(with_comments(config, invocation.lines), end="")
-        sys.exit(_flush_output(name, 0))
     devices = detect_devices()
     node = node_of(config, name, invocation)
     with invocation.their_keys_named():
@@ -216,9 +212,11 @@ def print_warnings(config: RunConfig, name: ProcessName | None = None) -> None:
 
 
 def note_translation(invocation: Invocation) -> None:
-    """Say which keys of the user's files have no effect here."""
+    """Say which keys of the user's files have no effect here, and whose defaults hold for those that are left out."""
     if invocation.without_effect:
         print(f"{invocation.without_effect}\n", flush=True)
+    if any(path != line.theirs for line in invocation.lines for path in line.ours):
+        print("Keys of another system were translated. Those left out take our defaults: docs/coming-from.md\n")
 
 
 def note_provenance(config: RunConfig, devices: Devices) -> None:

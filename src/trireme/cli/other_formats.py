@@ -20,7 +20,8 @@ from trireme.cli.rl import dry_run, launch
 from trireme.config.compatibility import Kind
 from trireme.config.files import ProcessName
 from trireme.config.rules import check_launch
-from trireme.tools.formats.run_file import read_run_file, resolve_run, their_keys_named
+from trireme.config.translation import their_keys_named
+from trireme.tools.formats.run_file import read_run_file, resolve_run
 from trireme.tools.formats.translation import as_toml
 
 KINDS: dict[str, tuple[Kind, ...]] = {
@@ -57,7 +58,7 @@ def run_translated(program: str, argv: list[str]) -> int:
         return dry_run(config, devices)
 
     # Errors from here on name the keys of the file that the user wrote, not of its translation.
-    with their_keys_named(typed.file, typed.translation):
+    with their_keys_named(typed.translation.lines):
         if program in PANES and not command.one_terminal and wants_panes(command.session):
             check_launch(config, devices)  # while it can be seen in this terminal
             again = [sys.executable, "-m", __spec__.name, program, *argv, "--one-terminal"]

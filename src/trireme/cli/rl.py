@@ -20,7 +20,6 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import check, check_launch
 from trireme.config.run import RunConfig
-from trireme.config.translation import with_comments
 from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.plan import plan
 from trireme.launch.resume import check_resume, is_trained
@@ -35,9 +34,6 @@ def main() -> None:
 def rl(argv: list[str]) -> int:
     devices = detect_devices()
     config, invocation = read_yaml_run(argv) if is_yaml_run(argv) else load_run_config(argv, program="rl")
-    if invocation.print_config:
-        print(with_comments(config, invocation.lines), end="")
-        return 0
 
     # What went wrong is said in the keys that the user wrote.
     with invocation.their_keys_named():

@@ -15,7 +15,6 @@ from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
 from trireme.config.rules import check_sft
 from trireme.config.sft import SftConfig
-from trireme.config.translation import with_comments
 from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.ranks import become_ranks, end_with_parent, rank
 from trireme.launch.resume import check_resume, is_trained
@@ -34,9 +33,6 @@ def sft(argv: list[str]) -> None:
         return
 
     # Started by the user. The ranks take the branch above.
-    if invocation.print_config:
-        print(with_comments(config, invocation.lines), end="")
-        return
     devices = detect_devices()
     with invocation.their_keys_named():
         config = resolve_sft(config, devices)

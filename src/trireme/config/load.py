@@ -41,6 +41,7 @@ from trireme.config.translation import (
     table_of,
     their_keys_named,
     translate,
+    with_comments,
 )
 
 MOST_LEVELS = 64  # levels of tables and arrays inside one value
@@ -94,7 +95,7 @@ def load_run_config(
         section: for a process's own command, whose files and flags may leave its table's name out.
         program: its name, for `--help`.
 
-    Raises: ConfigError with all problems together; SystemExit(0) after `--help`.
+    Raises: ConfigError with all problems together; SystemExit(0) after `--help` and `--print-config`.
     """
     return load_config(argv, RunConfig, section=section, program=program)
 
@@ -127,6 +128,9 @@ def load_config(
     reading.take_all(others)
     config = reading.validate()
     invocation._lines = tuple(reading.lines)
+    if invocation.print_config:
+        print(with_comments(config, reading.lines), end="")
+        raise SystemExit(0)
     return config, invocation
 
 
@@ -141,13 +145,19 @@ def read_as(
 
     Raises: ConfigError with all problems together.
     """
+    return read_with_lines(root, table, where=where, flags=flags)[0]
+
+
+def read_with_lines(
+    root: type[AnySection], table: dict[str, Any], *, where: str, flags: Sequence[TypedFlag] = ()
+) -> tuple[AnySection, list[Line]]:
+    """Return the same, and what became of each key."""
     reading = _Reading(root, None)
     if root is RunConfig:
         reading.take_environment()
     reading.take_table(table, Source(where))
     reading.take_all(flags)
-    config: AnySection = reading.validate()
-    return config
+    return reading.validate(), reading.lines
 
 
 def knows(root: type[Section], flag: TypedFlag, *, exactly: bool = True) -> bool:

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.config.files import given_values, to_toml, toml_value
+from trireme.config.files import given_values, to_toml, toml_value, without_secrets
 from trireme.config.section import Section, as_key, find
 
 KeyPath = tuple[str, ...]  # the parts of a key's path, from the root; items of an array are numbers
@@ -85,15 +85,22 @@ class Line:
         return self.ours == {self.theirs: self.value} and not self.note
 
     @property
+    def given(self) -> str:
+        """The key with its value, as a file has it; without secrets."""
+        name = self.theirs[-1]
+        return f"{as_key(self.theirs)} = {_short(without_secrets({name: self.value})[name])}"
+
+    @property
     def written(self) -> str:
         """The key as the user wrote it, for messages."""
         return f"`{self.where}` here" if self.where.startswith("--") else f"`{as_key(self.theirs)}` in {self.where}"
 
     def __str__(self) -> str:
-        given = f"{as_key(self.theirs)} = {_short(self.value)}"
+        given = self.given
         if self.is_same:
             return given
-        made = ", ".join(f"{as_key(path)} = {_short(value)}" for path, value in self.ours.items())
+        shown = without_secrets({path[-1]: value for path, value in self.ours.items()})
+        made = ", ".join(f"{as_key(path)} = {_short(shown[path[-1]])}" for path in self.ours)
         return f"{given} -> {made or 'no effect'}{f': {self.note}' if self.note else ''}"
 
 
@@ -191,11 +198,11 @@ def their_keys_named(lines: Iterable[Line]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        # A key must not match inside of a longer one, such as `name` in `model.name`.
+        # The last one that gave a key counts. A key must not match inside of a longer one, as `name` in `model.name`.
+        givers = {path: line for line in lines for path in line.ours}
         found = {
             f"\n`{key}` is {line.written}."
-            for line in lines
-            for path in line.ours
+            for path, line in givers.items()
             if path != line.theirs and re.search(rf"(?<![\w.]){re.escape(key := _plain(path))}(?!\w)", str(error))
         }
         raise type(error)(f"{error}{''.join(sorted(found))}") from None
@@ -206,7 +213,7 @@ def describe_without_effect(lines: Iterable[Line]) -> str:
     idle = [line for line in lines if not line.has_effect and line.note]
     if not idle:
         return ""
-    shown = [f"`{as_key(line.theirs)} = {_short(line.value)}` ({line.note})" for line in idle[:_MOST_LINES]]
+    shown = [f"`{line.given}` ({line.note})" for line in idle[:_MOST_LINES]]
     more = f"; and {len(idle) - _MOST_LINES} more" if len(idle) > _MOST_LINES else ""
     return f"without effect here: {'; '.join(shown)}{more}. `--print-config` shows what became of each key."
 

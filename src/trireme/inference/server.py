@@ -155,7 +155,7 @@ def server_arguments(config: RunConfig) -> list[str]:
     if has_low_bit_weights(described):
         plain: dict[str, Any] = {"quantization_config": None}
         plain |= {part: dict(plain) for part in ("text_config",) if "quantization_config" in described.get(part, {})}
-        arguments |= {"load-format": "trireme", "hf-overrides": json.dumps(plain)}  # see `published_loader.py`
+        arguments |= {"load-format": "trireme", "hf-overrides": json.dumps(plain)}  # see `plugin.py`
 
     if config.trainer.model.vlm is not None:
         # vLLM forgets pictures at each weight update in the engine, but not in its server, which would then leave out

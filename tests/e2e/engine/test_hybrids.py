@@ -3,11 +3,8 @@
 Those with parts that text training leaves out are exported with them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,14 +23,14 @@ PROMPT = [(17 + 11 * place) % VOCABULARY for place in range(40)]
 NOISE = 0.1  # mean of bfloat16, whose largest is that of a token that was not likely; the two models differ by nats
 
 
-def test_there_is_a_model_of_each_architecture_that_is_said_to_be_served() -> None:
+def test_there_is_a_model_of_each_architecture_that_is_said_to_be_served():
     assert SERVED.keys() == set(SERVED_ON_CPU)
 
 
 @pytest.mark.parametrize(
     "kind", [kind if kind == "nemotron_h" else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
 )
-def test_a_hybrid_is_updated_in_flight_and_trained(kind: str, tmp_path: Path) -> None:
+def test_a_hybrid_is_updated_in_flight_and_trained(kind, tmp_path):
     folder = save_family(tmp_path / "model", build_config(kind, **SERVED[kind], vocab_size=VOCABULARY))
     for file in (*TINY.glob("*token*"), *TINY.glob("*.jinja")):
         shutil.copy(file, folder)

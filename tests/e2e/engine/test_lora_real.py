@@ -1,9 +1,7 @@
 """Adapters on the real engine: it computes with the ones that were trained, and says by name where it does not."""
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +9,9 @@ from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from support.engines.posted_update import Post, sample_through_update, update, updated_by_hand
+from support.engines.posted_update import sample_through_update, update, updated_by_hand
 from support.models.tiny import logprobs_of
-from support.runs.real_run import REPOSITORY, SharedEngine, open_engine, run_apart, run_command
+from support.runs.real_run import REPOSITORY, open_engine, run_apart, run_command
 from trireme.algo.weight_checks import POLICY
 from trireme.journal.versions import Versions
 
@@ -27,13 +25,13 @@ Tensors = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def lora_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
+def lora_engine(tmp_path_factory):
     with open_engine(tmp_path_factory.mktemp("lora_engine"), *LORA, "--trainer.model.lora.sync", "adapter") as engine:
         yield engine
 
 
 @pytest.fixture
-def post(lora_engine: SharedEngine, tmp_path: Path) -> Iterator[Post]:
+def post(lora_engine, tmp_path):
     with updated_by_hand(lora_engine.port, epoch=str(tmp_path)) as post:
         yield post
 

@@ -1,7 +1,5 @@
 """Models with low-bit weights on the real engine: it reads what the trainer reads, and a run trains them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -20,13 +18,11 @@ IDS = list(range(5, 45))
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 YARN |= {"truncate": False, "original_max_position_embeddings": 64}
 
-
 LATENT = {"hidden_size": 192, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 4}
 LATENT |= {"topk_group": 2, "num_experts_per_tok": 4}  # all, as rounding may choose others
 WIDE = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
-
 
 Logprobs = np.ndarray
 
@@ -58,7 +54,7 @@ def served_and_trained(
 @pytest.mark.parametrize(
     "kind", ["gpt_oss", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_moe", "deepseek_v3"))]
 )
-def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind: str, tmp_path: Path) -> None:
+def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind, tmp_path):
     sizes = LOW_BIT.get(kind, LATENT) | {"head_dim": 64}
     sizes |= {"rope_parameters": YARN, "max_position_embeddings": 2048} if kind == "gpt_oss" else {}
     attention = ("--trainer.model.attn", ATTENTION.get(kind, "sdpa"))
@@ -70,7 +66,7 @@ def test_low_bit_weights_are_served_and_trained_as_what_they_mean(kind: str, tmp
 
 
 @pytest.mark.slow
-def test_an_engine_in_few_bits_rounds_each_version_again_and_is_confirmed(tmp_path: Path) -> None:
+def test_an_engine_in_few_bits_rounds_each_version_again_and_is_confirmed(tmp_path):
     flags = ("--inference.model.dtype", "bfloat16", "--inference.args.quantization", "fp8_per_channel")
     run, served, exact = served_and_trained(tmp_path, "qwen3", WIDE, *flags)
     assert run is not None

@@ -2,9 +2,7 @@
 
 import base64
 import io
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from support.engines.posted_update import Post, update, updated_by_hand
 from support.models.moe import TOP_K, save_moe
-from support.runs.real_run import Run, SharedEngine, open_engine, run_apart
+from support.runs.real_run import Run, open_engine, run_apart
 
 CONFIG = "tests/e2e/moe.toml"
 STEPS = 3
@@ -23,18 +21,18 @@ LAYERS = 2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_moe(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def moe_engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
+def moe_engine(folder, tmp_path_factory):
     with open_engine(tmp_path_factory.mktemp("engine"), "--model.name", folder, config=CONFIG) as opened:
         yield opened
 
 
 @pytest.fixture
-def post(moe_engine: SharedEngine) -> Iterator[Post]:
+def post(moe_engine):
     with updated_by_hand(moe_engine.port) as post:
         yield post
 

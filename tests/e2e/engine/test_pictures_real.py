@@ -1,7 +1,5 @@
 """Pictures on the real engine: it computes what transformers does, also with other weights of its vision encoder."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import shutil
@@ -101,7 +99,7 @@ class Sight:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("qwen2_5_vl", "float32"), pytest.param("qwen3_5", "bfloat16", marks=pytest.mark.slow)]
 )
-def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_an_engine_sees_as_transformers_does_also_with_other_weights(kind, dtype, tmp_path):
     folder, close, rng = tmp_path / "model", CLOSE[dtype], np.random.default_rng(0)
     tokens = write_seeing_tokenizer(folder)
     config = build_config(kind, **SIZES[kind], vocab_size=128)

@@ -21,7 +21,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> ChatTokenizer:
+def tokenizer():
     return ChatTokenizer(REPOSITORY / "models" / "reverse-text-tiny")
 
 
@@ -41,11 +41,7 @@ def with_pool(engine: SharedEngine, tokenizer: ChatTokenizer, use: Callable[[Inf
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(max_tokens=12, min_p=0.1),
-        Sampling(max_tokens=12, top_k=6, top_p=0.9, temperature=0.7),
-    ],
+    "sampling", [Sampling(max_tokens=12, min_p=0.1), Sampling(max_tokens=12, top_k=6, top_p=0.9, temperature=0.7)]
 )
 def test_what_a_cut_sampler_chose_from_is_what_the_whole_distribution_says(engine, tokenizer, sampling):
     words = tokenizer.render([{"role": "user", "content": "Reverse: stone"}], tools=None, generate=True)

@@ -3,7 +3,6 @@ is behind it), arguments with which it cannot start, and too little free memory 
 
 import json
 import os
-from typing import Any
 
 import pytest
 
@@ -77,7 +76,7 @@ print("FOUND", json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     (folder / "ask_vllm.py").write_text(ASK_VLLM)
     (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 24576, 0'\n")

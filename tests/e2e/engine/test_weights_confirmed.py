@@ -3,13 +3,12 @@
 import asyncio
 import json
 import random
-from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
 from support.engines.posted_update import update, updated_by_hand
-from support.runs.real_run import REPOSITORY, SharedEngine
+from support.runs.real_run import REPOSITORY
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceConfig
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
@@ -20,7 +19,7 @@ FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
-def test_whichever_tensor_is_left_out_its_layer_is_named(engine: SharedEngine, tmp_path: Path) -> None:
+def test_whichever_tensor_is_left_out_its_layer_is_named(engine, tmp_path):
     """The engine has tied embeddings, fused projections and packed weights; none of that may hide a gap."""
     tensors = load_file(MODEL / "model.safetensors")
     with updated_by_hand(engine.port) as post:
@@ -38,7 +37,7 @@ def layer_of(tensor: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_probe_is_answered_before_the_requests_that_wait_for_a_place(engine: SharedEngine) -> None:
+def test_a_probe_is_answered_before_the_requests_that_wait_for_a_place(engine):
     """Twice as many as the engine has places for: the second half waits, and would all be ahead of the probe."""
     places = InferenceConfig().max_num_seqs
 

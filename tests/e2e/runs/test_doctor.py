@@ -10,7 +10,7 @@ from support.runs.real_run import DEADLINE_S, REPOSITORY, command
 pytestmark = pytest.mark.slow
 
 
-def test_a_machine_on_which_everything_works_is_told_so(tmp_path) -> None:
+def test_a_machine_on_which_everything_works_is_told_so(tmp_path):
     words = [command("trireme"), "doctor", "@", "tests/e2e/synchronous.toml", "--output-dir", tmp_path, "--json"]
     printed = subprocess.run(words, cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=True).stdout
     answers = {answer["name"]: answer for answer in json.loads(printed)["answers"]}

@@ -1,7 +1,6 @@
 """A disk that fills up during a run: the run pauses, says so, and goes on to the same weights once there is room."""
 
 import json
-from pathlib import Path
 
 import httpx
 
@@ -12,7 +11,7 @@ from trireme.base.token import bearer, read_key
 FLAGS = ("--max-steps", "8", "--trainer.ckpt.keep-last", "2")
 
 
-def test_a_run_waits_for_room_and_loses_nothing(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_run_waits_for_room_and_loses_nothing(tmp_path, tiny_model):
     flags = ["--model.name", str(tiny_model), *FLAGS]
     undisturbed = finish_undisturbed(KilledRun(tmp_path / "undisturbed", flags, name="undisturbed"))
     disturbed = KilledRun(tmp_path / "disturbed", flags, name="full disk")

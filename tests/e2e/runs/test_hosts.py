@@ -118,7 +118,7 @@ class SpreadRun:
         assert self.version == 16
 
 
-def test_run_goes_on_without_an_engine_whose_machine_is_cut_off(tmp_path: Path) -> None:
+def test_run_goes_on_without_an_engine_whose_machine_is_cut_off(tmp_path):
     with open_machines(4, **{TOKEN: SECRET}) as (first, second, third, stranger):
         run = SpreadRun(tmp_path, [first, third], first, [second])
         run.faults.arm(HELD)
@@ -163,7 +163,7 @@ def refused_everywhere(run: SpreadRun, stranger: Machine) -> None:
     assert all(address.startswith("10.77.0.") for address in run.orchestrator.listening())
 
 
-def test_ranks_resume_together_after_a_machine_was_cut_off(tmp_path: Path) -> None:
+def test_ranks_resume_together_after_a_machine_was_cut_off(tmp_path):
     with open_machines(3, **{TOKEN: SECRET}) as (first, second, third):
         run = SpreadRun(tmp_path, [first], first, [second, third])
         with run.started():
@@ -175,7 +175,7 @@ def test_ranks_resume_together_after_a_machine_was_cut_off(tmp_path: Path) -> No
             run.finish()
 
 
-def test_ranks_that_are_cut_off_in_the_middle_of_a_message_end_too(tmp_path: Path) -> None:
+def test_ranks_that_are_cut_off_in_the_middle_of_a_message_end_too(tmp_path):
     """gloo wakes neither who waits for the rest of a message nor who sends it. Other connections may end."""
     with open_machines(2) as machines:
         first, second = machines

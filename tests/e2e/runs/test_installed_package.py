@@ -24,7 +24,7 @@ def run(*command: object, **options: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("package")
     run(UV, "build", "--wheel", "--out-dir", folder / "wheel", ROOT)
     (wheel,) = (folder / "wheel").glob("*.whl")

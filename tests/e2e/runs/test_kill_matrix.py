@@ -10,7 +10,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -97,7 +97,7 @@ RECOVERY_S = 300.0  # vLLM takes most of a minute to come up beside others
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Run]:
+def undisturbed(tiny_model, tmp_path_factory):
     """Make, or find, the run of so many ranks and steps in which nothing dies, which all workers of a session share."""
     shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else None
     folder = shared or tmp_path_factory.mktemp("undisturbed")

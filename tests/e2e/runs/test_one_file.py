@@ -9,7 +9,7 @@ from support.runs.real_run import run_command
 
 
 @pytest.mark.slow
-def test_one_file_example_learns_its_task() -> None:
+def test_one_file_example_learns_its_task():
     output = run_command("python", "examples/rl_in_one_file.py", "--steps", "12", env={"OMP_NUM_THREADS": "2"})
     rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", output)]
     differences = [float(found) for found in re.findall(r"engine_mismatch (\S+)", output)]

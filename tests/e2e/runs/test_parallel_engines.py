@@ -1,7 +1,5 @@
 """Runs whose engine is split over several processes: each of them confirms the weights that it got."""
 
-from pathlib import Path
-
 import pytest
 
 from support.runs.real_run import QUICKSTART, Run, is_alive, started, wait_until
@@ -12,7 +10,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kinds", [["data"], pytest.param(["tensor"], marks=SLOW), pytest.param([*SIZES], marks=SLOW)])
-def test_every_worker_of_an_engine_in_parts_confirms_each_version(kinds: list[str], tmp_path: Path) -> None:
+def test_every_worker_of_an_engine_in_parts_confirms_each_version(kinds, tmp_path):
     flags = [word for kind in kinds for word in (SIZES[kind], "2")]
     words = ("@", QUICKSTART, "--max-steps", "3", "--orchestrator.eval", "none", "--output-dir", tmp_path, *flags)
     with started("rl", *words, log=tmp_path / "rl.log") as rl:
@@ -33,7 +31,7 @@ def test_every_worker_of_an_engine_in_parts_confirms_each_version(kinds: list[st
         ("skip_tensor", "worker 2 of 2: model.layers.1.mlp.gate_up_proj"),
     ],
 )
-def test_a_tensor_broken_on_the_second_core_alone_ends_the_run(broken: str, words: str, tmp_path: Path) -> None:
+def test_a_tensor_broken_on_the_second_core_alone_ends_the_run(broken, words, tmp_path):
     faults = {"TRIREME_FAULTS": f"{broken}.rank1=model.layers.1.mlp.up_proj.weight"}
     flags = ("@", QUICKSTART, SIZES["data"], "2", "--output-dir", tmp_path)
     with started("rl", *flags, log=tmp_path / "rl.log", env=faults) as rl:
@@ -44,7 +42,7 @@ def test_a_tensor_broken_on_the_second_core_alone_ends_the_run(broken: str, word
 
 
 @SLOW
-def test_a_run_survives_the_death_of_its_engines_second_core(tmp_path: Path) -> None:
+def test_a_run_survives_the_death_of_its_engines_second_core(tmp_path):
     flags = ("@", QUICKSTART, SIZES["data"], "2", "--max-steps", "6", "--orchestrator.eval", "none")
     run = Run(tmp_path / "reverse-text")
     with started("rl", *flags, "--output-dir", tmp_path, log=tmp_path / "rl.log") as rl:
@@ -58,7 +56,7 @@ def test_a_run_survives_the_death_of_its_engines_second_core(tmp_path: Path) -> 
 
 
 @SLOW
-def test_a_broken_transfer_leaves_the_workers_of_a_core_in_step(tmp_path: Path) -> None:
+def test_a_broken_transfer_leaves_the_workers_of_a_core_in_step(tmp_path):
     """If a worker raised, vLLM would take each later answer of its neighbour for the answer to the next call."""
     faults = tmp_path / "faults"
     faults.mkdir()

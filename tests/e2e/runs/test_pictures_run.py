@@ -1,14 +1,12 @@
 """A run with pictures on vLLM and FSDP2, from an environment's data URI to the trainer's forward pass, and resumed."""
 
-from pathlib import Path
-
 import pytest
 
 from support.runs.real_run import Run, run_command
 
 
 @pytest.mark.slow
-def test_engine_and_trainer_see_the_same_pictures_also_after_a_resume(tmp_path: Path) -> None:
+def test_engine_and_trainer_see_the_same_pictures_also_after_a_resume(tmp_path):
     flags = ("@", "configs/color-squares/rl.toml", "--output-dir", tmp_path, "--orchestrator.eval.interval", "none")
     flags = (*flags, "--trainer.ckpt.interval", "2", "--trainer.optim.lr", "1e-4")  # the least rate, which stays
     run_command("rl", *flags, "--max-steps", "2")

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ COMMANDS = ("pwd", "echo 'a  b'; seq 3", "echo 5 > sum.txt", "cat sum.txt")
 
 
 @pytest.fixture(scope="module")
-def python_clients(tmp_path_factory) -> Path:
+def python_clients(tmp_path_factory):
     folder = tmp_path_factory.mktemp("python clients")
     subprocess.run(["uv", "venv", "--quiet", folder], check=True)
     command = ["uv", "pip", "install", "--quiet", "--python", folder / "bin" / "python", *PYTHON_CLIENTS]
@@ -29,7 +28,7 @@ def python_clients(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def node_clients(tmp_path_factory) -> Path:
+def node_clients(tmp_path_factory):
     if shutil.which("npm") is None:
         pytest.skip("there is no npm to install them with")
     folder = tmp_path_factory.mktemp("node clients")

@@ -3,8 +3,6 @@
 Its first start is the one by `exec`, as a user's.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -28,7 +26,7 @@ class Stopped(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
+def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
     arguments = ["@", QUICKSTART, "--output-dir", str(folder), "--max-steps", str(STEPS)]
     arguments += ["--orchestrator.eval.interval", "none", "--trainer.ckpt.interval", str(INTERVAL)]
@@ -48,14 +46,14 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
 
 
 @pytest.fixture(scope="module")
-def resumed(stopped: Stopped) -> Process:
+def resumed(stopped):
     with started("rl", *stopped.arguments, "--resume", log=stopped.first.log.with_name("second.log")) as rl:
         assert rl.wait() == 0, rl.tail()
         assert rl.left() == []
         return rl
 
 
-def test_ctrl_c_ends_everything_and_says_how_to_go_on(stopped: Stopped) -> None:
+def test_ctrl_c_ends_everything_and_says_how_to_go_on(stopped):
     assert stopped.checkpoint >= 2 * INTERVAL
     assert stopped.first.output.splitlines()[-2:] == [
         "stopped by SIGINT",
@@ -63,7 +61,7 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(stopped: Stopped) -> None:
     ]
 
 
-def test_a_stopped_run_goes_on_from_its_newest_checkpoint_to_the_end(stopped: Stopped, resumed: Process) -> None:
+def test_a_stopped_run_goes_on_from_its_newest_checkpoint_to_the_end(stopped, resumed):
     steps = [row["step"] for row in stopped.run.rows("trainer")]
     assert steps == [*range(stopped.steps), *range(stopped.checkpoint, STEPS)]
     assert [batch.step for batch in stopped.run.batches()] == list(range(STEPS))
@@ -75,7 +73,7 @@ def test_a_stopped_run_goes_on_from_its_newest_checkpoint_to_the_end(stopped: St
     assert f"weights      {stopped.run.weights(STEPS).parent}" in lines[begin:], "perhaps after warnings"
 
 
-def test_the_quickstart_learns_from_tokens_of_the_weights_that_it_trains(stopped: Stopped, resumed: Process) -> None:
+def test_the_quickstart_learns_from_tokens_of_the_weights_that_it_trains(stopped, resumed):
     held_out = stopped.run.evaluations()
     assert sorted(held_out) == [0, STEPS]
     assert held_out[STEPS] - held_out[0] > 0.25
@@ -87,7 +85,7 @@ def test_the_quickstart_learns_from_tokens_of_the_weights_that_it_trains(stopped
 
 
 @pytest.mark.slow  # every tensor has its turn in test_weights_confirmed.py
-def test_incompletely_loaded_weights_end_the_run_before_training(tmp_path: Path) -> None:
+def test_incompletely_loaded_weights_end_the_run_before_training(tmp_path):
     faults = {"TRIREME_FAULTS": "skip_tensor=model.layers.1.mlp.up_proj.weight,skip_adapter=1"}
     words = ("@", "configs/reverse-text/lora.toml", "--output-dir", tmp_path)
     with started("rl", *words, log=tmp_path / "rl.log", env=faults) as rl:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from support.models.tiny import largest_difference
-from support.runs.real_run import SharedEngine, run_apart, run_command
+from support.runs.real_run import run_apart, run_command
 from trireme.journal.manifest import complete_steps, read_manifest
 from trireme.monitor.metrics import read_metrics
 from trireme.tools.export.export import command as export
 
 
-def test_exports_after_sft_and_rl_equal_the_weights_of_the_run(engine: SharedEngine, tmp_path: Path) -> None:
+def test_exports_after_sft_and_rl_equal_the_weights_of_the_run(engine, tmp_path):
     weights = tmp_path / "sft/weights/step_2"
     words = ["@", "configs/reverse-text/sft.toml", "--output-dir", str(tmp_path), "--name", "sft", "--max-steps", "2"]
     words += ["--batch-size", "8", "--model.from-scratch", "false", "--validation-fraction", "0"]
@@ -42,7 +41,7 @@ def sft(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow  # one rank is stopped and resumed in tests/processes/trainer/test_sft_loop.py
-def test_two_ranks_and_a_stop_change_nothing_but_rounding(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_and_a_stop_change_nothing_but_rounding(tiny_model, tmp_path):
     lines = [
         {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": letter * (number % 7 + 1)}]}
         for number, letter in enumerate("abcde" * 12)

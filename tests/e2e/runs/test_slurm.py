@@ -5,7 +5,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,13 +31,13 @@ LINGERS = """
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     with open_cluster(tmp_path_factory.mktemp("slurm"), machines=3, gpus=2) as opened:
         yield opened
 
 
 @pytest.fixture
-def run_file(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_file(cluster, tmp_path, monkeypatch):
     for name in ("SLURM_CONF", "PATH"):  # for our own calls of Slurm's commands
         monkeypatch.setenv(name, cluster.environment[name])
     file = tmp_path / "hosted.toml"

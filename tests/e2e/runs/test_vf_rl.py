@@ -51,7 +51,7 @@ def write_file(folder: Path) -> Path:
     return file
 
 
-def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted_leaves_folders_and_goes_on(tmp_path):
     file, run = write_file(tmp_path), tmp_path / "said"
     words = ("tests/support/engines/scripted_rl.py", "vf-rl", "@", file, "--output-dir", tmp_path, *FLAGS)
     with started("python", *words, log=tmp_path / "first.log") as first:

@@ -1,7 +1,5 @@
 """Blocks that are compiled compute what they computed, with all that may be around them."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,15 +11,12 @@ from trireme.algo.packing import unsampled_row
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.trainer.model.forward import scorer_of
 from trireme.trainer.model.model import load_model
-from trireme.trainer.parallel.mesh import World
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("ac", [None, ActivationCheckpointing()], ids=["kept", "recomputed"])
-def test_compiled_blocks_have_the_gradients_of_plain_ones(
-    tmp_path: Path, world: World, ac: ActivationCheckpointing | None
-) -> None:
+def test_compiled_blocks_have_the_gradients_of_plain_ones(tmp_path, world, ac):
     folder = save_family(tmp_path, build_config("qwen3"))
     everything = {"compile": True, "activation_offload": True, "ac": ac}
     plain = load_model(TrainerModel(), str(folder), world)

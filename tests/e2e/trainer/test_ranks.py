@@ -36,7 +36,6 @@ SAVED_AT, STEPS = 2, 3
 GSPO = {"type": "gspo", "clip_low": 0.5, "clip_high": 2.0}  # samples of a sequence's group lie on different ranks
 LOSSES = {"muon": Loss(**GSPO, normalize="sequence"), "sgd": Loss(**GSPO, normalize="constant")}
 
-
 ODD = {"vocab_size": 131, "hidden_size": 96, "intermediate_size": 149}
 ODD |= {"head_dim": 2, "num_attention_heads": 33, "num_key_value_heads": 11}
 """Little in it can be divided by the number of ranks, and the norms of its heads are smaller than that."""

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx
 import psutil
@@ -46,7 +45,7 @@ def answer_of(url: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_it_answers_beside_the_run_and_ends_with_it(is_killed: bool, tmp_path: Path) -> None:
+def test_it_answers_beside_the_run_and_ends_with_it(is_killed, tmp_path):
     port = free_port()
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path), str(port)]
     pipe, env = subprocess.PIPE, os.environ | {TOKEN: SECRET}

@@ -1,9 +1,7 @@
 """The dashboard in a real browser. Every page is used, and no page fails or asks another machine."""
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,7 @@ pytest.importorskip("playwright", reason="playwright is not installed: uv sync")
 from playwright.sync_api import expect
 
 from support.models.tiny_pictures import picture_file, shown
-from support.runs.chromium import Watched, find_chromium, open_chromium
+from support.runs.chromium import find_chromium, open_chromium
 from support.runs.dashboard_walk import VIEWS, colour, dashboard_of, metrics, rollouts, search, tab, tokens
 from support.runs.real_run import run_command
 from support.runs.scripted_kills import SCRIPTED
@@ -32,7 +30,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "watched"
     run_command(*SCRIPTED, "--output-dir", folder)
     digest = PictureFiles(pictures_folder(RunPaths(folder).journal)).add(picture_file(64, 48, 200))
@@ -45,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(folder, tmp_path_factory):
     with dashboard_of([folder], tmp_path_factory.mktemp("cache")) as address, open_chromium() as watched:
         watched.page.goto(address)
         yield watched
@@ -53,14 +51,14 @@ def watched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         assert watched.elsewhere() == []
 
 
-def test_pages_that_only_show_are_drawn(watched: Watched) -> None:
+def test_pages_that_only_show_are_drawn(watched):
     """The other pages are used in the tests below. The fixture checks that no script failed."""
     for name in ("overview", "timeline", "logs"):
         VIEWS[name](watched.page)
         expect(watched.page.get_by_text("could not be drawn")).to_have_count(0)
 
 
-def test_rollouts_are_searched_sorted_and_read_as_the_journal_has_them(watched: Watched, folder: Path) -> None:
+def test_rollouts_are_searched_sorted_and_read_as_the_journal_has_them(watched, folder):
     page, journal = watched.page, Journal(RunPaths(folder).journal)
     batches = [journal.read(step) for step in journal.steps()]
     rollouts(page)
@@ -95,7 +93,7 @@ def test_rollouts_are_searched_sorted_and_read_as_the_journal_has_them(watched: 
         expect(page.locator(".tr-list tbody tr").first).to_contain_text(f"{reward:.3f}")
 
 
-def test_dragging_over_a_chart_zooms_and_a_double_click_shows_all_again(watched: Watched) -> None:
+def test_dragging_over_a_chart_zooms_and_a_double_click_shows_all_again(watched):
     page = watched.page
     metrics(page)
     chart = page.locator(".tr-chart-card canvas").first
@@ -111,7 +109,7 @@ def test_dragging_over_a_chart_zooms_and_a_double_click_shows_all_again(watched:
     expect(stretch).to_have_count(0)
 
 
-def test_dashboard_shows_engine_and_trainer_probability_of_a_token(watched: Watched) -> None:
+def test_dashboard_shows_engine_and_trainer_probability_of_a_token(watched):
     page = watched.page
     tokens(page)
     sampled = page.locator(".tr-token:not(.given)").first
@@ -132,7 +130,7 @@ def test_dashboard_shows_engine_and_trainer_probability_of_a_token(watched: Watc
     expect(page.locator(".tr-token").first).to_be_visible()
 
 
-def test_a_printed_page_has_figures_and_no_controls(watched: Watched) -> None:
+def test_a_printed_page_has_figures_and_no_controls(watched):
     metrics(watched.page)
     watched.page.emulate_media(media="print")
     assert not watched.page.locator(".tr-header").is_visible()

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def why_not(confinement: str) -> str:
 
 
 @pytest.fixture(params=["namespaces", "filter"])
-def confinement(request) -> str:
+def confinement(request):
     if why := why_not(request.param):
         pytest.skip(why)
     return request.param
@@ -51,7 +50,7 @@ only_namespaces = pytest.mark.parametrize("confinement", ["namespaces"], indirec
 
 
 @pytest.fixture
-def name() -> Iterator[str]:
+def name():
     """A name for processes. Whatever a test does, none of that name is left."""
     name = secrets.token_hex(6)
     yield name

@@ -1,25 +1,38 @@
 """`metrics.jsonl` and its mirror."""
 
 import ast
+import json
 import math
 import re
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from support.models.tiny import open_state, random_samples, train_step
 from support.processes.limits import file_size_limit
 from support.processes.parsing import parse
 from support.runs.whole_run import build_config, run
 from trireme.base.errors import ConfigError
+from trireme.config.files import write_run
 from trireme.config.run import RunConfig
-from trireme.monitor import lines, wandb_mirror
+from trireme.launch import restarts
+from trireme.launch.restarts import Trained
+from trireme.monitor import lines, metrics, wandb_mirror
 from trireme.monitor.collapse import SIGNS
 from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes, read_metrics
+from trireme.monitor.status import StatusPoller
+from trireme.monitor.view import View
 from trireme.monitor.wandb_mirror import open_wandb_mirror
+from trireme.orchestrator.watcher import Watcher
+from trireme.tools.cluster.status import look_at
+from trireme.tools.dashboard import history
+from trireme.tools.dashboard.runs import RunFolder
 
 
 def test_metrics_row_reads_back_with_null_for_nan_and_infinity(tmp_path):
@@ -101,6 +114,39 @@ def test_latest_metrics_of_each_process_count_for_a_step():
     assert (merged["time/step"], merged["reward/mean"], merged["step"]) == (2.0, 0.1, 4)
 
 
+def read_whole(run: RunFolder) -> None:
+    while run.refresh():
+        pass
+    assert run.metrics.series("name/19").values.tolist() == [0.5]
+
+
+READERS: dict[str, Callable[[RunConfig], object]] = {
+    "dashboard": lambda config: read_whole(RunFolder(config.paths.root, "run")),
+    "view": lambda config: View(config, StatusPoller("", config.paths.root), Console(quiet=True)).tick((), final=True),
+    "status": lambda config: look_at(config.paths.root),
+    "restarts": lambda config: Trained(config.paths.metrics).newest(),
+    "warnings": lambda config: Watcher(MetricsFile(config.paths.metrics, "orchestrator")).look(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_long_file_of_metrics_is_read_in_pieces(reader, tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts, "LAST_BYTES", 4096)
+    for module in (history, metrics):
+        monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    config = RunConfig.model_validate({"output_dir": str(tmp_path)})
+    write_run(config, config.paths.run_config)
+    row = {"step": 1, "process": "trainer", "time_s": 1.0} | {f"name/{n}": 0.5 for n in range(20)}
+    config.paths.metrics.write_text(json.dumps(row) + "\n")
+    READERS[reader](config)  # imports take memory too
+    config.paths.metrics.write_text((json.dumps(row) + "\n") * 2000)
+    tracemalloc.start()
+    READERS[reader](config)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < config.paths.metrics.stat().st_size / 4
+
+
 def test_a_mirror_that_is_killed_goes_on_where_it_was(tmp_path, monkeypatch):
     rows: list[list[dict[str, Any]]] = []
     ids: list[str | None] = []
@@ -166,7 +212,6 @@ CODE = """
             raise ValueError("three")
         return {"reward": len(completion) % 2, "odd": len(completion) % 2}
 """
-
 
 TABLES = (REPOSITORY / "docs" / "metrics.md").read_text().split("## Warnings")[0]
 CELLS = re.findall(r"^\| (`[^|]*`) \|", TABLES, re.MULTILINE)

@@ -1,6 +1,5 @@
 """The terminal view, its numbers and the script that shows the logs; and what `vf-rl` says and writes."""
 
-import io
 import json
 import os
 import shutil
@@ -10,64 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from support.engines.answering import answering_http
 from support.processes.stage import until
 from support.processes.stage import write_checkpoint as write_manifest
+from support.runs.view_stage import Stage
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.monitor.checkpoint_folders import CheckpointFolders
 from trireme.monitor.logs import failure_lines, startup_phase
-from trireme.monitor.progress import ProcessState, Progress
-from trireme.monitor.run_text import summary
 from trireme.monitor.status import EngineStatus, Status, StatusPoller, StatusWait
-from trireme.monitor.view import LiveView, VfRlView, View, open_view
+from trireme.monitor.view import LiveView, VfRlView, open_view
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-NUMBERS = {"loss": 0.0123, "grad_norm": 0.812, "mismatch_kl": 3e-7, "policy/entropy": 1.25, "importance_ratio": 1.02}
-
-
-class Stage:
-    def __init__(self, folder: Path, **values: Any) -> None:
-        self.config = RunConfig.model_validate({"output_dir": str(folder), "name": "demo", "max_steps": 200} | values)
-        self.config.paths.logs.mkdir(parents=True)
-        self.poller = StatusPoller("http://nobody.invalid", folder)  # never started: `latest` is set by hand
-        self.now = 0.0
-        self.out = io.StringIO()
-        names = ("inference", "orchestrator", "trainer")
-        self.processes = [ProcessState(name, "running", self.config.paths.log(name)) for name in names]
-
-    def open(self, kind: type[View] = View) -> View:
-        console = Console(file=self.out, force_terminal=kind is LiveView, width=140, height=60)
-        self.view = kind(self.config, self.poller, console, clock=lambda: self.now)
-        return self.view
-
-    def look(self, *, after_s: float = 1.0) -> str:
-        """Return what the view shows after so long."""
-        self.now += after_s
-        self.out.seek(0)
-        self.out.truncate()
-        self.view.tick(self.processes)
-        return self.out.getvalue()
-
-    def report(self, step: int, process: str, time_s: float = 0.0, **metrics: float) -> None:
-        with open(self.config.paths.metrics, "a") as file:
-            file.write(json.dumps({"step": step, "process": process, "time_s": time_s} | metrics) + "\n")
-
-    def train(self, step: int, *, reward: float = 0.5, pace_s: float = 1.0) -> None:
-        self.report(step, "orchestrator", **{"reward/mean": reward, "lag/mean": 0.9})
-        self.report(step, "trainer", step * pace_s, **NUMBERS, **{"perf/tokens_per_s": 12345.0})
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
+def stage(tmp_path):
     return Stage(tmp_path)
 
 
-def test_a_completed_step_and_an_evaluation_are_one_plain_line_each(stage: Stage) -> None:
+def test_a_completed_step_and_an_evaluation_are_one_plain_line_each(stage):
     stage.open()
     stage.look()
     stage.train(10, pace_s=0.5)
@@ -83,7 +47,7 @@ def test_a_completed_step_and_an_evaluation_are_one_plain_line_each(stage: Stage
     assert "waits: w7" in stage.look()
 
 
-def test_a_warning_is_a_plain_line_once(stage: Stage) -> None:
+def test_a_warning_is_a_plain_line_once(stage):
     stage.open()
     stage.train(0)
     stage.report(1, "trainer", skipped_update=1.0)
@@ -92,7 +56,7 @@ def test_a_warning_is_a_plain_line_once(stage: Stage) -> None:
     assert "warning" not in stage.look()
 
 
-def test_each_change_of_state_is_a_line_once(stage: Stage) -> None:
+def test_each_change_of_state_is_a_line_once(stage):
     stage.open()
     started = ["run: starting", "inference: running", "orchestrator: running", "trainer: running"]
     assert stage.look().splitlines() == started
@@ -107,7 +71,7 @@ def test_each_change_of_state_is_a_line_once(stage: Stage) -> None:
     assert stage.look() == "trainer: running -> running, restarted 2x\n"
 
 
-def test_each_part_of_the_start_is_told_once_with_its_seconds(tmp_path: Path) -> None:
+def test_each_part_of_the_start_is_told_once_with_its_seconds(tmp_path):
     stage = Stage(tmp_path, orchestrator={"eval": {"interval": 5}})
     stage.open()
     stage.look()
@@ -125,7 +89,7 @@ def test_each_part_of_the_start_is_told_once_with_its_seconds(tmp_path: Path) ->
     assert "the first step: 1 s" in stage.look().splitlines()
 
 
-def test_silence_is_broken_by_what_is_being_waited_for(stage: Stage) -> None:
+def test_silence_is_broken_by_what_is_being_waited_for(stage):
     stage.open()
     stage.look()
     stage.config.paths.log("inference").write_text("INFO Starting to load model m\n")
@@ -142,17 +106,7 @@ def test_silence_is_broken_by_what_is_being_waited_for(stage: Stage) -> None:
     assert stage.look(after_s=2) == "step 0/200 done, waits: trainer waits 61 s for batch 4\n"
 
 
-def test_a_resumed_run_does_not_tell_its_history_again(stage: Stage) -> None:
-    for step in range(5):
-        stage.train(step)
-    view = stage.open()
-    assert "step" not in stage.look()
-    stage.train(3)  # from the checkpoint of step 3 on
-    assert "step     4/200" in stage.look()
-    assert "(1 in this session)" in summary(view.progress, stage.config, 1.0)
-
-
-def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage: Stage) -> None:
+def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage):
     stage.open()
     with open(stage.config.paths.metrics, "w") as file:
         file.write('{"step": 0, "process": "trainer", "loss": "much"}\n{"step": 1, "process": "trainer"}\n')
@@ -161,7 +115,7 @@ def test_a_number_that_cannot_be_shown_does_not_end_the_run(stage: Stage) -> Non
     assert stage.look() == "", "it stays off"
 
 
-def test_live_view_shows_progress_processes_and_engines(stage: Stage) -> None:
+def test_live_view_shows_progress_processes_and_engines(stage):
     stage.config.paths.log("inference").write_text("(EngineCore pid=1) INFO Loading weights took 3 s\n")
     view = stage.open(LiveView)
     assert "loading the model" in stage.look(), "before anything else is known"
@@ -180,50 +134,7 @@ def test_live_view_shows_progress_processes_and_engines(stage: Stage) -> None:
     assert [part for part in parts if part not in picture] == []
 
 
-def test_the_summary_tells_what_was_learned_and_where_it_lies(stage: Stage) -> None:
-    for step in range(200):
-        stage.train(step, reward=step / 200)
-    for version, reward in ((0, 0.412), (200, 0.893)):
-        stage.report(version, "orchestrator", **{"eval/reverse-text/reward": reward})
-    for folder in ("weights/step_100", "weights/step_200", "checkpoints"):
-        (stage.config.paths.root / folder).mkdir(parents=True)
-    progress = stage.open().progress
-    text = summary(progress, stage.config, 312, {"inference": 1, "orchestrator": 0, "trainer": 2})
-    for part in (
-        "200 of 200 steps (0 in this session) in 5:12",
-        "reward 0.010 -> 0.985",
-        "held-out reverse-text: 0.412 -> 0.893",
-        f"weights      {stage.config.paths.weights / 'step_200'}",
-        f"none in {stage.config.paths.checkpoints}",
-        str(stage.config.paths.logs),
-        "\n3 restarts: inference 1, trainer 2\n",
-    ):
-        assert part in text
-    assert " restart" not in summary(progress, stage.config, 1.0, {"trainer": 0})
-
-
-def test_steps_that_a_run_has_left_by_going_back_are_not_shown() -> None:
-    progress = Progress(9)
-
-    def report(step: int, process: str, **row: float) -> None:
-        progress.add([{"step": step, "process": process, "time_s": 0} | row])
-
-    def train(step: int) -> None:
-        report(step, "orchestrator", **{"reward/mean": step / 10})
-        report(step, "orchestrator", **{"eval/words/reward": step / 10})
-        report(step, "trainer", loss=0.1)
-
-    for step in range(5):
-        train(step)
-    progress.begin_session()
-    train(2)
-    report(3, "orchestrator", **{"reward/mean": 0.3})
-    assert (progress.num_done, progress.recent(9), progress.take_completed()) == (3, [0, 1, 2], [2])
-    assert progress.rewards() == [0.0, 0.1, 0.2, 0.3], "a batch of the new course is there already"
-    assert [each.version for each in progress.evaluations()] == [0, 1, 2]
-
-
-def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> None:
+def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path):
     log = tmp_path / "inference.stdout"
     core = "(EngineCore pid=7) Traceback (most recent call last):\n(EngineCore pid=7)   File x\n"
     api = "Traceback (most recent call last):\n  File y\nRuntimeError: Engine core failed. See root cause above.\n"
@@ -242,7 +153,7 @@ def test_the_last_words_are_the_cause_and_not_the_symptom(tmp_path: Path) -> Non
     assert (startup_phase(log, start), failure_lines(log, start)) == ("starting", [])
 
 
-def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(tmp_path, monkeypatch) -> None:
+def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.monitor.status.POLL_S", 0.01)
     answers = [b'{"state": "running", "waits": [{"who": "trainer", "waited_s": 3}], "new": 1}']
     said = Status(state="running", waits=(StatusWait(who="trainer", waited_s=3),))
@@ -256,7 +167,7 @@ def test_status_is_taken_when_it_can_be_had_and_missing_otherwise(tmp_path, monk
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_tmux_panes_follow_logs_that_do_not_exist_yet(tmp_path: Path) -> None:
+def test_tmux_panes_follow_logs_that_do_not_exist_yet(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TMUX"} | {"TMUX_TMPDIR": str(tmp_path)}
     logs = tmp_path / "a run" / "logs"
 
@@ -314,7 +225,7 @@ class VfRlStage(Stage):
 
 
 @pytest.fixture
-def vf_rl(tmp_path: Path) -> VfRlStage:
+def vf_rl(tmp_path):
     return VfRlStage(tmp_path)
 
 

@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 
 from support.engines.fake_chat import served
 from support.processes.stage import until
+from support.runs.toy_environments import says
 from trireme.journal.model_turn import ToolCall
 from trireme.orchestrator.environments.programs import listen
-from trireme.orchestrator.gateway import access, connections, server
-from trireme.orchestrator.gateway.access import Access
+from trireme.orchestrator.gateway import budgets, connections, endpoint, server
 from trireme.orchestrator.gateway.dialects import chat, responses
 from trireme.orchestrator.gateway.dialects import turn as turn_dialect
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
 from trireme.orchestrator.gateway.dialects.turn import ClientRequest, Rejected, decode_body
+from trireme.orchestrator.gateway.endpoint import Endpoint
 from trireme.orchestrator.gateway.server import Gateway
-from trireme.orchestrator.session.wire import Reply
+from trireme.orchestrator.session.session import Session
+from trireme.orchestrator.session.wire import Reply, RunTask
 
 KEY = "key-of-the-first-session"
 CALLS = (ToolCall("call00100", "bash", '{"cmd":  "ls"}'), ToolCall("call00101", "add", '{"a": 1, "b": [2]}'))
@@ -48,13 +50,14 @@ RESPONSES_TOOLS = [{"type": "function", "name": it, "parameters": SCHEMA, "stric
 ANTHROPIC_TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("bash", "add")]
 
 
-class Policy:
+class Policy(Endpoint):
     def __init__(self, *turns: Reply | Exception, pause_s: float = 0.0) -> None:
+        super().__init__(None, Session(RunTask(task="rollout", index=0)), key=KEY)
         self.turns, self.pause_s = list(turns), pause_s
         self.requests: list[ClientRequest] = []
         self.retries: list[bool] = []
 
-    async def answer(self, request: ClientRequest, digest: str, is_retry: bool) -> Reply:
+    async def answer(self, request: ClientRequest, digest: str, *, is_retry: bool = False, **_: Any) -> Reply:
         self.requests.append(request)
         self.retries.append(is_retry)
         turn = self.turns[min(len(self.requests), len(self.turns)) - 1]
@@ -67,14 +70,11 @@ class Policy:
         await asyncio.sleep(self.pause_s)
         return len(request.messages)
 
-    def transcript(self) -> list[dict]:
-        return []
-
 
 @contextmanager
 def serving(policy: Policy) -> Iterator[tuple[Gateway, str]]:
     with served(lambda: server.open_gateway(listen("127.0.0.1", 0), "127.0.0.1")) as gateway:
-        gateway.open(KEY, Access("rollout", policy))
+        gateway.open(policy)
         yield gateway, gateway.url
 
 
@@ -321,18 +321,26 @@ def test_client_that_retries_a_lost_answer_gets_the_same_turn():
 
 def test_request_completed_after_its_session_ended_gets_no_turn():
     policy = Policy(TURNS["text"])
-    session = Access("rollout", policy)
 
     def body() -> Iterator[bytes]:
         yield b'{"messages": [{"role": "user", '
-        until(lambda: session.num_open)
-        gateway.close("another", "its rollout was begun again")
+        until(lambda: policy.num_open)
+        gateway.close(KEY, "its rollout was begun again")
         yield b'"content": "a"}]}'
 
     with serving(policy) as (gateway, url):
-        gateway.open("another", session)
-        assert httpx.post(f"{url}/s/another/v1/messages", content=body()).status_code == 403
+        assert httpx.post(f"{url}/s/{KEY}/v1/messages", content=body()).status_code == 403
     assert policy.requests == []
+
+
+def test_session_that_begins_again_is_open_under_another_key_alone():
+    with serving(Policy()) as (gateway, url):
+        first = Endpoint(gateway, Session(RunTask(task="r", index=0), says("x"))).open()
+        again = first.restart()
+        posts = [httpx.post(f"{url}/s/{each.key}/v1/messages", json=asks("a")) for each in (first, again)]
+    assert [post.status_code for post in posts] == [403, 200]
+    assert "begun again" in posts[0].text
+    assert (first.num_turns, again.num_turns, again.task.api_key) == (0, 1, again.key)
 
 
 def test_a_long_wait_shows_signs_of_life_and_its_error_comes_in_the_stream(monkeypatch):
@@ -350,7 +358,7 @@ def test_a_long_wait_shows_signs_of_life_and_its_error_comes_in_the_stream(monke
 @pytest.mark.parametrize("path", ["messages", "messages/count_tokens"])
 def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch, path):
     """A client that breaks off its requests has no more turns under way than one that waits."""
-    monkeypatch.setattr(access, "MOST_AT_ONCE", 3)
+    monkeypatch.setattr(endpoint, "MOST_AT_ONCE", 3)
     monkeypatch.setattr(server, "LARGEST_BODY", 1000)
 
     async def flood(url: str) -> list[int]:
@@ -417,12 +425,10 @@ def test_a_connection_whose_request_does_not_come_in_time_is_closed(monkeypatch,
 
 def test_a_client_is_not_slow_while_the_gateway_does_not_read(monkeypatch):
     monkeypatch.setattr(connections, "BODY_S", 0.1)
-    with serving(Policy(TURNS["text"])) as (gateway, url):
-        session = Access("rollout", Policy(TURNS["text"]))
-        gateway.open("another", session)
-        session.bodies.settle(session.bodies.most_bytes)
-        session.bodies._paid_until += 0.5
-        assert httpx.post(f"{url}/s/another/v1/messages", json=asks("a" * 1_000_000)).status_code == 200
+    with serving(policy := Policy(TURNS["text"])) as (_, url):
+        policy.bodies.settle(policy.bodies.most_bytes)
+        policy.bodies._paid_until += 0.5
+        assert httpx.post(f"{url}/s/{KEY}/v1/messages", json=asks("a" * 1_000_000)).status_code == 200
 
 
 def test_bodies_under_way_are_bounded(monkeypatch):
@@ -430,20 +436,19 @@ def test_bodies_under_way_are_bounded(monkeypatch):
 
     def body() -> Iterator[bytes]:
         yield b" " * 1500
-        until(lambda: session.bodies.num_bytes)
+        until(lambda: policy.bodies.num_bytes)
         assert httpx.post(url, json=asks("a" * 1000)).status_code == 429
         yield json.dumps(asks("a")).encode()
 
-    with serving(policy := Policy(TURNS["text"])) as (gateway, url):
-        gateway.open("another", session := Access("rollout", policy))
-        url = f"{url}/s/another/v1/messages"
+    with serving(policy := Policy(TURNS["text"])) as (_, url):
+        url = f"{url}/s/{KEY}/v1/messages"
         assert httpx.post(url, content=body()).status_code == 200
         assert httpx.post(url, json=asks("a" * 1000)).status_code == 200
 
 
 def test_what_no_prompt_shows_is_bounded_for_a_session(monkeypatch):
-    monkeypatch.setattr(access, "FREE", 1000)
-    monkeypatch.setattr(access, "LARGEST_HIDDEN", 1000)
+    monkeypatch.setattr(budgets, "FREE", 1000)
+    monkeypatch.setattr(budgets, "LARGEST_HIDDEN", 1000)
     thought = {"role": "assistant", "content": "", "reasoning_content": "a" * 5000}
     with serving(Policy(TURNS["text"])) as (_, url):
         posts = [httpx.post(f"{url}/s/{KEY}/v1/chat/completions", json={"messages": [thought]}) for _ in range(2)]

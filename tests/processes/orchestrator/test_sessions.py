@@ -13,7 +13,7 @@ from support.runs.toy_environments import open_toy, running, says, write
 from support.runs.whole_run import SAY, WholeRun, build_config, run
 from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
-from trireme.orchestrator.session.session import cancel_all
+from trireme.orchestrator.session.session import Session, cancel_all
 from trireme.orchestrator.session.wire import RunTask
 
 AGENT = {"external": True, "port": 0}
@@ -133,7 +133,8 @@ def test_hundreds_of_clients_are_answered_or_told_to_come_again(tmp_path, monkey
         return await reader.read()
 
     async def flood(environment: Any) -> None:
-        runs = [asyncio.create_task(environment.run(RunTask(task=f"{i}.0", index=i), says("x"))) for i in range(9)]
+        sessions = [Session(RunTask(task=f"{i}.0", index=i), says("x")) for i in range(9)]
+        runs = [asyncio.create_task(environment.run(session)) for session in sessions]
         answers = await asyncio.gather(*(post() for _ in range(400)))
         assert Counter(answer[9:12] for answer in answers) == {b"200": 4, b"429": 396}  # `max_concurrent`
         assert sum(b"retry-after" in answer for answer in answers) == 396

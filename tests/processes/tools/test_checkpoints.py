@@ -48,7 +48,7 @@ def reward(completion, answer):
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("OPENAI_API_KEY", "MY_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -227,7 +227,6 @@ REFUSED = [
     ("rnu wordle", "Did you mean `eval run`"),
     ("wordle", "trireme eval run wordle -m MODEL"),
 ]
-
 
 UNKNOWN = [
     ({"top_pp": 1}, "top_pp .* Did you mean `top_p`"),

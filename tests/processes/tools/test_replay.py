@@ -120,7 +120,7 @@ def ready_to_train(folder: Path, model, *, num_ranks: int = 1, picture: bytes | 
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Recorded:
+def original(tmp_path_factory, tiny_model):
     with ready_to_train(tmp_path_factory.mktemp("original") / "run", tiny_model) as run:
         train(run.config)
     assert run.versions.known() == list(range(STEPS + 1))
@@ -128,7 +128,7 @@ def original(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Reco
 
 
 @pytest.fixture
-def run(original: Recorded, tmp_path: Path) -> Recorded:
+def run(original, tmp_path):
     folder = tmp_path / "moved" / "run"
     shutil.copytree(original.config.paths.root, folder)
     return Recorded(read_config(folder, folder / "configs/run.json", Devices()))

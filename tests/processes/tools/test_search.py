@@ -5,7 +5,7 @@ import os
 import shlex
 import signal
 import textwrap
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,13 @@ CODE = textwrap.dedent(ENVIRONMENT)
 
 
 @pytest.fixture(autouse=True)
-def harbour(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def harbour(here, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     Path("harbour.py").write_text(CODE)
 
 
 @pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
+def endpoint():
     with Endpoint().running() as running:
         yield running
 

@@ -36,7 +36,7 @@ PORT = free_port()
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path, monkeypatch):
     monkeypatch.setattr(status_module, "POLL_S", 0.01)
     values: dict[str, Any] = {"output_dir": str(tmp_path), "name": "a run", "max_steps": 8, "device": "cpu"}
     values["orchestrator"] = {"server": {"port": PORT}, "env": [{"id": "say"}]}
@@ -175,7 +175,7 @@ def test_a_submitted_run_is_followed_until_slurm_ends_its_job(run, scheduler, ca
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Any:
+def shown(monkeypatch):
     monkeypatch.setattr(os, "execvp", lambda _, command: outputs.append(subprocess.check_output(command, text=True)))
     outputs: list[str] = []
 
@@ -247,7 +247,7 @@ def record(run: Path, identity: str = "20260102-030405-ab12", scheduler: Any = "
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scheduler(tmp_path, monkeypatch):
     """Slurm's and Kubernetes' commands: they note their words, and answer with what the file of their name holds."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -261,11 +261,7 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("answer", "state"),
-    [
-        ("RUNNING n[1-2]", "RUNNING on n[1-2]"),
-        ("PENDING (None)", "PENDING"),
-        ("", "ended with exit code 3"),
-    ],
+    [("RUNNING n[1-2]", "RUNNING on n[1-2]"), ("PENDING (None)", "PENDING"), ("", "ended with exit code 3")],
 )
 def test_slurm_is_asked_where_it_still_knows_the_job(run, scheduler, capsys, answer, state):
     (record(run) / "ended").write_text("3\n")

@@ -41,7 +41,7 @@ def write_lines(path: Path, *lines: object) -> Path:
 
 
 @pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def letters(tmp_path_factory):
     rng = random.Random(0)
     lines = [
         {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": letter * 4}]}
@@ -58,7 +58,7 @@ def build_config(folder: Path, model: Path, data: Path, **changed: object) -> Sf
 
 
 @pytest.fixture(scope="module")
-def trained(letters: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(letters, tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sft")
     train_sft(build_config(folder, tiny_model, letters))
     return folder

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -470,7 +469,7 @@ def test_worker_that_ends_a_rollout_it_never_had_is_restarted(tmp_path, caplog):
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Status, httpx.Client]]:
+def served(tmp_path):
     status, port = Status(RunConfig(output_dir=tmp_path), Waits("orchestrator"), Peers()), free_port()
     with serve_status(status, StatusServer(port=port)):
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S, trust_env=False) as client:

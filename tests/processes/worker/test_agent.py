@@ -33,7 +33,7 @@ from trireme.orchestrator.environments.programs import AgentPrograms
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.rollout.runner import RolloutSpec
-from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.session import RolloutFailed, Session
 from trireme.orchestrator.session.wire import RunTask
 from trireme.tools.environments.check import check_solutions
 from trireme.tools.environments.sessions import Spread
@@ -382,7 +382,7 @@ def test_a_worker_that_dies_costs_no_turn(play, tmp_path):
 
 def test_cancelled_rollout_ends_its_program_if_its_worker_is_dead(tmp_path):
     async def cancel(environment):
-        running = asyncio.create_task(environment.run(RunTask(task="0-0.0", index=0), never))
+        running = asyncio.create_task(environment.run(Session(RunTask(task="0-0.0", index=0), never)))
         while not started.exists():
             await asyncio.sleep(0.01)
         (worker,) = environment._workers

@@ -214,10 +214,17 @@ ASKED = Ask(task="r", call="1", messages=[], sampling={})
 
 def test_turn_abandoned_after_its_answer_is_named_in_the_result():
     async def use():
-        rollout = Session(RunTask(task="r", index=0), says("x"), 60)
+        rollout = Session(RunTask(task="r", index=0), says("x"))
         return await follow(rollout, ASKED, GaveUp(task="r", call="1"), Done(task="r", reward=1.0))
 
     assert asyncio.run(use()).given_up == ["1"]
+
+
+def test_answer_that_fails_between_two_workers_ends_the_rollout():
+    rollout = Session(RunTask(task="r", index=0), says("x"))
+    rollout.fail(TimeoutError("all engines are gone"))  # its program outlived the first worker, and asked
+    with pytest.raises(TimeoutError, match="all engines are gone"):
+        asyncio.run(follow(rollout))
 
 
 def test_group_member_that_ends_never_disturbs_a_cancelling_one():
@@ -229,7 +236,7 @@ def test_group_member_that_ends_never_disturbs_a_cancelling_one():
                 extended.append(rollout.extend())  # by the end of the other one
 
         extended: list[None] = []
-        rollout = Session(member(0, 2), ask, 60)
+        rollout = Session(member(0, 2), ask)
         done = await follow(rollout, ASKED, Held(task=""), Done(task="", reward=1.0))
         return done.reward, extended
 
@@ -353,9 +360,9 @@ def test_group_rewards_follow_member_order_not_arrival_order(on_groups):
 
         assert environment.group_rewards
         asks = enumerate([late, says("x"), says("x")])
-        rollouts = [environment.run(member(place, 3, group="in order", index=IN_ORDER), ask) for place, ask in asks]
+        sessions = [Session(member(place, 3, group="in order", index=IN_ORDER), ask) for place, ask in asks]
         alone = run_one(environment, says("x"), SHORTEST)  # without a group, a rollout is its own
-        return await asyncio.gather(*rollouts, alone)
+        return await asyncio.gather(*map(environment.run, sessions), alone)
 
     assert [outcome.reward for outcome in on_groups(use)] == [0.0, 1.0, 2.0, 1.0]
 
@@ -375,11 +382,11 @@ def test_interleaved_groups_each_run_in_a_single_worker(on_groups):
             return Reply(content="x", finish_reason="stop")
 
         tasks = [member(place, 4, group=f"g{number}") for place in range(4) for number in range(6)]
-        outcomes = await asyncio.wait_for(asyncio.gather(*(environment.run(task, ask) for task in tasks)), 20)
+        outcomes = await asyncio.wait_for(asyncio.gather(*(environment.run(Session(task, ask)) for task in tasks)), 20)
         return outcomes, most
 
     with pytest.raises(ConfigError, match=r"compare the 7 rollouts of a group, and its `max_concurrent` is 6"):
-        on_groups(lambda environment: environment.run(member(0, 7), says("x")))  # a whole group has to fit
+        on_groups(lambda environment: environment.run(Session(member(0, 7), says("x"))))  # a whole group has to fit
     outcomes, most = on_groups(use)
     assert (most, [outcome.reward for outcome in outcomes]) == (6, [1.0] * 24)
     groups = Counter((done.task.partition("-")[0], done.metrics["pid"]) for done in outcomes)
@@ -390,17 +397,18 @@ def test_interleaved_groups_each_run_in_a_single_worker(on_groups):
 
 def test_group_waits_for_the_retry_of_a_failed_or_cancelled_member(on_groups):
     async def use(environment):
-        first, second = (asyncio.create_task(environment.run(member(place, 3), says("xx"))) for place in (0, 1))
+        sessions = [Session(member(place, 3), says("xx")) for place in (0, 1)]
+        first, second = (asyncio.create_task(environment.run(session)) for session in sessions)
         with pytest.raises(RolloutFailed, match="too long"):
-            await environment.run(member(2, 3), refuses("too long"))
+            await environment.run(Session(member(2, 3), refuses("too long")))
         await until_held(environment, 2)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        first = asyncio.create_task(environment.run(member(0, 3, attempt=1), says("xxx")))
+        first = asyncio.create_task(environment.run(Session(member(0, 3, attempt=1), says("xxx"))))
         await until_held(environment, 2)
-        last = await environment.run(member(2, 3, attempt=1), says("x"))
+        last = await environment.run(Session(member(2, 3, attempt=1), says("x")))
         with pytest.raises(RolloutFailed, match="'g' was scored without it - expected all 3 rollouts"):
-            await environment.run(member(1, 3, attempt=1), says("x"))
+            await environment.run(Session(member(1, 3, attempt=1), says("x")))
         return [await first, await second, last]
 
     outcomes = on_groups(use)
@@ -447,14 +455,14 @@ def test_slow_group_member_does_not_use_up_the_time_of_the_others(on_groups):
     """The slow one is as slow as it may be, twice over: it fails, and comes again."""
 
     async def use(environment):
-        quick = asyncio.create_task(environment.run(member(0, 2, group="slow"), says("x")))
+        quick = asyncio.create_task(environment.run(Session(member(0, 2, group="slow"), says("x"))))
         for attempt in (0, 1):
             with pytest.raises(RolloutFailed, match=r"not finished after 0\.5 s"):
-                await environment.run(member(1, 2, attempt=attempt, group="slow"), never)
-        slow = environment.run(member(1, 2, attempt=2, group="slow"), says("xx"))
+                await environment.run(Session(member(1, 2, attempt=attempt, group="slow"), never))
+        slow = environment.run(Session(member(1, 2, attempt=2, group="slow"), says("xx")))
         outcomes = await asyncio.gather(slow, quick)
         with pytest.raises(RolloutFailed, match="timeout: was over, and the others of its group of 2 were not"):
-            await environment.run(member(0, 2), says("x"))
+            await environment.run(Session(member(0, 2), says("x")))
         return outcomes
 
     assert [outcome.reward for outcome in on_groups(use, rollout_timeout_s=0.5)] == [0.0, 1.0]

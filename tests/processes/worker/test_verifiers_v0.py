@@ -19,7 +19,7 @@ from support.runs.toy_environments import (
     talk,
 )
 from trireme.journal.model_turn import ToolCall
-from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.session import RolloutFailed, Session
 from trireme.orchestrator.session.wire import Ask, Reply, RunTask
 
 pytestmark = pytest.mark.xdist_group("packages")
@@ -117,7 +117,7 @@ def test_turns_that_an_environment_asks_for_at_once_are_answered_at_once(toys):
 def test_verifiers_turn_reward_belongs_to_the_requested_turn(toys):
     async def use(environment):
         tasks = [RunTask(task=f"r{i}", index=STEPWISE_GROUP, group="g", group_size=2) for i in range(2)]
-        return await asyncio.gather(*(environment.run(task, says("x")) for task in tasks))
+        return await asyncio.gather(*(environment.run(Session(task, says("x"))) for task in tasks))
 
     alone = toys("alone", lambda environment: run_one(environment, says("x"), STEPWISE))
     assert (alone.reward, alone.turn_rewards) == (1.5, [[0.5], [], [1.0]])  # an aside, and nothing for the last turn

@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, as checkpoints."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,7 +116,6 @@ NOT_FOR_PACKED_ROWS: dict[str, dict[str, Any]] = {
     "llama4_text": _HEADS
     | {"intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 16},
 }
-
 
 IMAGE = 90
 """The token that stands for a picture."""
@@ -244,3 +241,10 @@ def samples_of(
 
 def repeated(shared: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return shared.repeat_interleave(q.shape[1] // shared.shape[1], dim=1)
+
+
+def build_attending_model() -> PreTrainedModel:
+    """Return a model whose attention can be replaced."""
+    torch.manual_seed(7)
+    config = build_config("qwen3")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()

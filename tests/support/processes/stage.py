@@ -105,7 +105,6 @@ KIN = (
 )
 """Three children of a process that heed no SIGTERM: in its group, in another session, and an orphan in a third one."""
 
-
 LAUNCHER = """
 import sys
 sys.path[:0] = {tests!r}

@@ -1,7 +1,5 @@
 """Rollouts that an agent program plays against a policy of scripted texts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -17,6 +17,7 @@ from support.processes.warm_python import warm_workers
 from support.runs.local_packages import write_package
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments.pool import Environment, open_environment
+from trireme.orchestrator.session.session import Session
 from trireme.orchestrator.session.wire import Ask, Reply, RunTask
 
 PACKAGES, SHIPPED = Path(__file__).parents[2] / "environments", Path(__file__).parents[3] / "environments"
@@ -175,12 +176,12 @@ def import_shipped(package: str, module: str) -> ModuleType:
 
 
 async def run_all(environment: Environment, ask: Callable[[Ask], Awaitable[Reply]], count: int) -> list[Any]:
-    tasks = [environment.run(RunTask(task=f"r{i}", index=i), ask) for i in range(count)]
+    tasks = [environment.run(Session(RunTask(task=f"r{i}", index=i), ask)) for i in range(count)]
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def run_one(environment: Environment, ask: Callable[[Ask], Awaitable[Reply]], index: int = 0, **task: Any) -> Any:
-    return await environment.run(RunTask(**{"task": "r", "index": index} | task), ask)
+    return await environment.run(Session(RunTask(**{"task": "r", "index": index} | task), ask))
 
 
 def talk(*said: str) -> list[dict]:
@@ -199,5 +200,5 @@ async def run_group(environment: Environment, contents: list[str], *, index: int
     """One rollout for each of the answers, as a group. Without a name it gets one that no other has."""
     size, name = len(contents), name or f"group{next(GROUP_NUMBERS)}"
     tasks = [RunTask(task=f"{name}-{i}", index=index, group=name, group_size=size) for i in range(size)]
-    rollouts = [environment.run(task, says(content)) for task, content in zip(tasks, contents, strict=True)]
+    rollouts = [environment.run(Session(task, says(content))) for task, content in zip(tasks, contents, strict=True)]
     return await asyncio.gather(*rollouts, return_exceptions=True)

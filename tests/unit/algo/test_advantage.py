@@ -53,7 +53,7 @@ def by_definition(kind: str, groups: list[list[float]]) -> list[list[float]]:
 @example([[0.5, 0.5, 0.5], [1.0, 1.0, 1.0]])
 @example([[-2.0, -1.0], [-1.0, 1.0]])  # `max_rl` never turns the gradient around
 @example([[0.75]])  # nothing to compare with
-def test_each_advantage_estimator_agrees_with_its_definition(kind, groups) -> None:
+def test_each_advantage_estimator_agrees_with_its_definition(kind, groups):
     scored, baselines = scores_of(groups), {}
     found, _ = estimate(kind, scored, baselines, decay=0.9)
     for ours, theirs in zip(found, by_definition(kind, groups), strict=True):
@@ -65,7 +65,7 @@ def test_each_advantage_estimator_agrees_with_its_definition(kind, groups) -> No
 
 @pytest.mark.parametrize("kind", sorted({*KINDS} - {"none", "ema"}))
 @pytest.mark.parametrize("reward", [0.07, 0.1, 0.55, 0.6, 0.99])
-def test_equal_rewards_give_no_advantage_whatever_their_number(kind: str, reward: float) -> None:
+def test_equal_rewards_give_no_advantage_whatever_their_number(kind, reward):
     """In floating point the mean of three rewards of 0.1 is not 0.1, and 0.3 is not 0.1 + 0.2."""
     for number in range(2, 65):
         group = [reward] * (number - 1) + [reward - 0.2 + 0.2]
@@ -73,7 +73,7 @@ def test_equal_rewards_give_no_advantage_whatever_their_number(kind: str, reward
         assert not found.any()
 
 
-def test_a_running_mean_by_hand() -> None:
+def test_a_running_mean_by_hand():
     groups = [np.array([0.0, 1.0]), np.array([2.0, 4.0])]
     before = {"a": 0.25, "absent": 5.0}
     advantages, after = ema(groups, ["a", "b"], before, decay=0.9)
@@ -93,7 +93,7 @@ def test_a_running_mean_by_hand() -> None:
         ([[1.0, math.nan]], "not finite"),
     ],
 )
-def test_a_custom_function_must_return_one_finite_number_per_rollout(found: object, words: str) -> None:
+def test_a_custom_function_must_return_one_finite_number_per_rollout(found, words):
     with pytest.raises(ValueError, match=words):
         check_custom(found, scores_of([[0.0, 1.0]]))
 
@@ -111,18 +111,18 @@ def test_a_custom_function_must_return_one_finite_number_per_rollout(found: obje
         (None, [25, 100], [1.0, 1.0], [1.0, 1.0]),
     ],
 )
-def test_a_reward_loses_the_weighted_penalty(kind, lengths, rewards, expected) -> None:
+def test_a_reward_loses_the_weighted_penalty(kind, lengths, rewards, expected):
     rules = LengthPenalty(type=kind, max_length=100, buffer=20, weight=0.5) if kind else None
     assert with_length_penalty(np.array(rewards), np.array(lengths), rules).tolist() == expected
 
 
-def test_a_token_that_a_teacher_rules_out_has_a_bounded_advantage() -> None:
+def test_a_token_that_a_teacher_rules_out_has_a_bounded_advantage():
     """vLLM's floor, a logprob of 0 probability, and a token that the policy's own logprob rules out."""
     teacher, logprobs = np.array([-9999.0, -math.inf, -1.0, -math.inf]), np.array([-1.0, -1.0, -math.inf, -math.inf])
     assert distillation_term(teacher, logprobs, 0.5).tolist() == [-10.0, -10.0, 10.0, 0.0]
 
 
-def test_everything_that_may_be_configured_is_implemented_and_documented() -> None:
+def test_everything_that_may_be_configured_is_implemented_and_documented():
     kinds = {*get_args(Advantage.model_fields["type"].annotation)}
     assert kinds == {*KINDS, "custom"}
     penalties = {*get_args(LengthPenalty.model_fields["type"].annotation)}
@@ -142,12 +142,12 @@ def naive_repeats(ids: list[int], window: int, period: int) -> bool:
 
 
 @given(ids=st.lists(st.integers(0, 2), max_size=24), window=st.integers(1, 8), period=st.integers(1, 6))
-def test_repetitions_are_those_that_a_loop_finds(ids: list[int], window: int, period: int) -> None:
+def test_repetitions_are_those_that_a_loop_finds(ids, window, period):
     assert repeats(np.array(ids, dtype=int), window=window, period=period) == naive_repeats(ids, window, period)
 
 
 @given(logprobs=st.lists(st.sampled_from([-16.0, -8.0, -4.0, -1.0, -0.25]), max_size=20), window=st.integers(1, 6))
-def test_gibberish_is_what_a_loop_finds(logprobs: list[float], window: int) -> None:
+def test_gibberish_is_what_a_loop_finds(logprobs, window):
     means = [sum(logprobs[start : start + window]) / window for start in range(len(logprobs) - window + 1)]
     for least in (-6.1, -8.0):  # a mean of exactly -8 is not below it
         found = is_gibberish(np.array(logprobs, dtype=np.float32), window=window, least=least)
@@ -158,7 +158,7 @@ numbers = st.integers(0, 50)
 
 
 @given(version=numbers, next_batch=numbers, level=st.integers(0, 8), groups=st.integers(1, 16))
-def test_groups_are_allowed_for_exactly_the_batches_that_are_near_enough(version, next_batch, level, groups) -> None:
+def test_groups_are_allowed_for_exactly_the_batches_that_are_near_enough(version, next_batch, level, groups):
     """Batch by batch: batch n may be begun once version n - level is live."""
     batches = [batch for batch in range(next_batch, next_batch + 100) if version >= batch - level]
     allowed = groups_allowed(version=version, next_batch=next_batch, max_async_level=level, groups_per_batch=groups)

@@ -134,7 +134,7 @@ def saved(buffer: Buffer, *open_groups: OpenGroup) -> State:
 
 
 @given(rules=rules, history=histories, data=st.data())
-def test_data_order_resumed_anywhere_equals_its_plain_definition(rules, history, data) -> None:
+def test_data_order_resumed_anywhere_equals_its_plain_definition(rules, history, data):
     buffer, naive = Buffer(SIZES, rules, State()), Naive(rules)
     stop = data.draw(st.integers(0, len(history)))
     groups = live_through(buffer, history[:stop])
@@ -150,7 +150,7 @@ def test_data_order_resumed_anywhere_equals_its_plain_definition(rules, history,
     assert found == naive.means
 
 
-def test_open_groups_come_first_after_every_resume() -> None:
+def test_open_groups_come_first_after_every_resume():
     buffer = Buffer({"a": 7}, order_rules(), State())
     groups = take(buffer, 6)
     second = Buffer({"a": 7}, order_rules(), saved(buffer, *groups[3:]))
@@ -160,7 +160,7 @@ def test_open_groups_come_first_after_every_resume() -> None:
     assert third.next_group == 8
 
 
-def test_a_run_does_not_go_on_with_other_examples() -> None:
+def test_a_run_does_not_go_on_with_other_examples():
     state = saved(Buffer({"a": 7, "b": 4}, order_rules(), State()))
     changes = {"b had 4, now 5": {"b": 5}, "c had none, now 1": {"b": 4, "c": 1}, "b had 4, now none": {}}
     for words, others in changes.items():
@@ -168,7 +168,7 @@ def test_a_run_does_not_go_on_with_other_examples() -> None:
             Buffer({"a": 7} | others, order_rules(), state)
 
 
-def test_tasks_without_end_come_in_their_order_and_go_on_after_a_stop() -> None:
+def test_tasks_without_end_come_in_their_order_and_go_on_after_a_stop():
     rules = order_rules({"a": 3.0, "b": 1.0}, pools=DifficultyPools())
     buffer = Buffer({"a": ENDLESS, "b": 5}, rules, State())
     groups = take(buffer, 40)
@@ -178,14 +178,14 @@ def test_tasks_without_end_come_in_their_order_and_go_on_after_a_stop() -> None:
 
 
 @pytest.mark.parametrize("shares", [[0.6, 0.0, 0.3, 0.1], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.1] * 3 + [0.7, 0.0]])
-def test_environments_come_by_their_weights_in_the_long_run(shares: list[float]) -> None:
+def test_environments_come_by_their_weights_in_the_long_run(shares):
     counts = Counter(environment_of(group, 0, np.array(shares)) for group in range(4000))
     found = [counts[place] / 4000 for place in range(len(shares))]
     assert found == pytest.approx(shares, abs=0.03)  # four standard deviations
     assert set(counts) == set(np.flatnonzero(shares)), "no environment without weight"
 
 
-def test_the_order_is_the_one_that_runs_on_disk_have() -> None:
+def test_the_order_is_the_one_that_runs_on_disk_have():
     """Written down in an earlier version: a run that goes on, or is audited, under a later one finds its place."""
     names, shares = names_and_shares({"b": 1.0, "a": 2.0})
     assert (names, list(shares)) == (["a", "b"], [2 / 3, 1 / 3])
@@ -197,7 +197,7 @@ def test_the_order_is_the_one_that_runs_on_disk_have() -> None:
     assert len({tuple(order) for order in orders}) == 4
 
 
-def test_examples_are_all_used_if_pools_leave_every_one_out(caplog) -> None:
+def test_examples_are_all_used_if_pools_leave_every_one_out(caplog):
     buffer = Buffer({"a": 5}, order_rules(pools=pools_of(easy=0.0)), State(scores={"a": to_scores(np.ones(5))}))
     for step in range(1, 4):
         groups = take(buffer, 5)
@@ -207,7 +207,7 @@ def test_examples_are_all_used_if_pools_leave_every_one_out(caplog) -> None:
     assert not left_out(np.array([1.0, np.nan]), pools_of(easy=0.0))
 
 
-def test_curriculum_ignores_rewards_of_other_stages() -> None:
+def test_curriculum_ignores_rewards_of_other_stages():
     curriculum = (Stage(weights={"a": 1.0, "c": 0.0}, smoothing=4), Stage(weights={"b": 1.0}, from_reward=0.5))
     for env in ("b", "c"):
         assert after_batch(Place(), curriculum, [Outcome(0, env, 0, 1.0)], next_step=1) == Place(0, None)

@@ -45,9 +45,7 @@ def patched(before: torch.Tensor, made: Patch, times: int = 1) -> torch.Tensor:
     seed=st.integers(0, 1000),
     times=st.sampled_from([1, 2]),
 )
-def test_a_patch_brings_every_bit_and_a_digest_is_the_documented_sum(
-    shape: list[int], dtype: torch.dtype, share: float, seed: int, times: int
-) -> None:
+def test_a_patch_brings_every_bit_and_a_digest_is_the_documented_sum(shape, dtype, share, seed, times):
     before, fresh = random_bits(shape, dtype, seed), random_bits(shape, dtype, seed + 1)
     generator = torch.Generator().manual_seed(seed)
     is_fresh = (torch.rand(shape, generator=generator) < share).view(-1)
@@ -72,14 +70,14 @@ def test_a_patch_brings_every_bit_and_a_digest_is_the_documented_sum(
         (800, [*range(749)], Form.BITS, 100 + 1498),
     ],
 )
-def test_the_form_with_the_fewest_bytes_is_taken(num_values, places, form, num_bytes) -> None:
+def test_the_form_with_the_fewest_bytes_is_taken(num_values, places, form, num_bytes):
     mask = torch.zeros(num_values, dtype=torch.bool)
     mask[places] = True
     made = build_patch(torch.ones(num_values, dtype=torch.bfloat16), mask)
     assert (made.form, made.num_bytes, made.num_changed) == (form, num_bytes, len(places))
 
 
-def test_patch_holds_the_longest_gap_that_fits_in_two_bytes() -> None:
+def test_patch_holds_the_longest_gap_that_fits_in_two_bytes():
     before, after = torch.zeros(200_000), torch.zeros(200_000)
     after[[65_535, 131_070]] = 1.0
     made = build_patch(after, changed(after, before))
@@ -103,7 +101,7 @@ def digest_by_the_formula(tensor: torch.Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} {total}".encode()).hexdigest()[:32]
 
 
-def test_tensor_digest_is_independent_of_chunks_and_memory_layout(monkeypatch) -> None:
+def test_tensor_digest_is_independent_of_chunks_and_memory_layout(monkeypatch):
     tensor = random_bits([4 * digest.ROW + 5], torch.float32, 0)
     expected = digest_by_the_formula(tensor)
     assert tensor_digest(tensor) == expected
@@ -118,7 +116,7 @@ def test_tensor_digest_is_independent_of_chunks_and_memory_layout(monkeypatch) -
         assert tensor_digest(part) == tensor_digest(part.clone())
 
 
-def test_model_digest_depends_on_names_but_not_on_their_order() -> None:
+def test_model_digest_depends_on_names_but_not_on_their_order():
     digests = {"a": "1", "b": "2"}
     assert model_digest(digests) == model_digest({"b": "2", "a": "1"})
     assert len({model_digest(d) for d in [digests, {"a": "2", "b": "1"}, {"a": "1"}, {"a": "1", "c": "2"}]}) == 4
@@ -126,7 +124,7 @@ def test_model_digest_depends_on_names_but_not_on_their_order() -> None:
     assert first_difference(digests, {"b": "2"}) == "a is missing"
 
 
-def test_zeros_stay_zeros_and_nothing_else_becomes_one() -> None:
+def test_zeros_stay_zeros_and_nothing_else_becomes_one():
     """The square of a gradient of 1e-19 is about the smallest that float32 has."""
     mean, square = torch.zeros(1, 64), torch.zeros(1, 64)
     assert not any(decoded.any() for decoded in decode(*encode(mean, square, 2)))

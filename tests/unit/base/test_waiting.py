@@ -18,7 +18,7 @@ from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import DISK, Waits
 
 
-def test_open_waits_are_listed_longest_first_until_they_end() -> None:
+def test_open_waits_are_listed_longest_first_until_they_end():
     waits = Waits("orchestrator", Path("run/logs"))
     with suppress(ZeroDivisionError), waits.waiting("groups", peer="engines", deadline_s=9) as wait:
         with waits.waiting("version 3", peer="trainer", deadline_s=9) as other:
@@ -34,7 +34,7 @@ def test_open_waits_are_listed_longest_first_until_they_end() -> None:
     assert waits.now() == []
 
 
-def test_patient_wait_counts_from_the_end_of_a_busy_phase() -> None:
+def test_patient_wait_counts_from_the_end_of_a_busy_phase():
     waits = Waits("orchestrator")
     peer = {"busy": False}
     waits.is_peer_busy = lambda: peer["busy"]
@@ -65,7 +65,7 @@ def test_patient_wait_counts_from_the_end_of_a_busy_phase() -> None:
 NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def write_to_a_disk(*errors: OSError, waits: Waits, deadline_s: float = 60) -> list[str]:
+def write_to_a_disk(*errors: OSError, waits, deadline_s=60):
     """Return the waits at each attempt to write; the first ones end in the errors."""
     seen: list[str] = []
 
@@ -79,7 +79,7 @@ def write_to_a_disk(*errors: OSError, waits: Waits, deadline_s: float = 60) -> l
     return when_there_is_room(write, waits=waits, deadline_s=deadline_s, **how)
 
 
-def test_what_finds_no_room_is_written_once_there_is_some() -> None:
+def test_what_finds_no_room_is_written_once_there_is_some():
     waits = Waits("trainer", Path("logs"))
     first, _, last = write_to_a_disk(NO_ROOM, NO_ROOM, waits=waits)
     assert first == ""  # the first attempt is no wait
@@ -93,7 +93,7 @@ def test_what_finds_no_room_is_written_once_there_is_some() -> None:
             write_to_a_disk(*before, PermissionError(), waits=waits)
 
 
-def test_full_disk_is_recognised_behind_another_error(tmp_path: Path) -> None:
+def test_full_disk_is_recognised_behind_another_error(tmp_path):
     outer = RuntimeError("cannot save")
     outer.__cause__ = NO_ROOM
     errors = (outer, OSError(errno.EDQUOT, "x"), RuntimeError("cannot save"), None)
@@ -103,7 +103,7 @@ def test_full_disk_is_recognised_behind_another_error(tmp_path: Path) -> None:
         require_room(tmp_path, 2**60)
 
 
-def test_full_disk_is_recognised_in_errors_of_every_writing_library(tmp_path: Path) -> None:
+def test_full_disk_is_recognised_in_errors_of_every_writing_library(tmp_path):
     tensors = {"x": np.zeros(300_000)}
     tokenizer = Tokenizer.from_file(str(write_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"))
     with small_disk(tmp_path / "disk", "1m") as disk:

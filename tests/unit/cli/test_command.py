@@ -4,11 +4,9 @@ import errno
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import tomllib
-from argparse import ArgumentTypeError
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from trireme.base.errors import ConfigError
 from trireme.cli.command import run_command
 from trireme.cli.rl import rl, write_configs
 from trireme.cli.trireme import VERBS, trireme
-from trireme.config.arguments import count, json_table, positive, positive_int
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
@@ -136,18 +133,3 @@ def test_changed_settings_of_a_resumed_run_are_reported(tmp_path, capsys):
     write(seed=2)
     (secret,) = (path for path in tmp_path.glob("run.earlier-*.json") if "sk-secret" in path.read_text())
     assert secret.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize(
-    ("read", "taken", "refused"),
-    [
-        (positive_int, "3", "0"),
-        (count, "0", "-1"),
-        (positive, "0.5", "nan"),
-        (json_table('{"a": 1}'), '{"a": [1]}', "[1]"),
-    ],
-)
-def test_a_value_of_a_flag_is_taken_where_it_makes_sense_and_else_repeated(read, taken, refused):
-    assert read(taken) == json.loads(taken)
-    with pytest.raises(ArgumentTypeError, match=re.escape(repr(refused))):
-        read(refused)

@@ -8,7 +8,6 @@ import sys
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ from trireme.config.run import RunConfig
 )
 def test_ended_ranks_start_again_within_limits_and_resume_unless_final(
     codes, trained, restart, num_started, tmp_path, monkeypatch
-) -> None:
+):
     supervisor = {"max_restarts": 2, "backoff_s": 0.001, "restart": restart}
     config = RunConfig.model_validate({"output_dir": str(tmp_path / "run"), "supervisor": supervisor})
     config.paths.metrics.parent.mkdir(parents=True)
@@ -48,7 +47,7 @@ def test_ended_ranks_start_again_within_limits_and_resume_unless_final(
     assert resumed == [False, *[True] * (num_started - 1)]
 
 
-def test_keeper_passes_sigterm_on_to_its_ranks_before_it_ends(tmp_path: Path, monkeypatch: Any) -> None:
+def test_keeper_passes_sigterm_on_to_its_ranks_before_it_ends(tmp_path, monkeypatch):
     """Or a successor would find its ports taken."""
     (tmp_path / "ranks.py").write_text(
         "import signal, sys, time\n"

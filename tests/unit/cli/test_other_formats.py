@@ -7,7 +7,6 @@ import socket
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,19 +33,19 @@ FLAT = f'model_name = "models/reverse-text-tiny"\nnum_gpus = 2\n{ENV}sampling = 
 
 
 @pytest.fixture(autouse=True)
-def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_home(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture
-def vf_file(tmp_path: Path) -> str:
+def vf_file(tmp_path):
     (file := tmp_path / "vf.toml").write_text(VF)
     return str(file)
 
 
 @pytest.fixture
-def flat_file(tmp_path: Path) -> str:
+def flat_file(tmp_path):
     (file := tmp_path / "flat.toml").write_text(FLAT)
     return str(file)
 
@@ -145,7 +144,7 @@ def test_a_file_can_be_served_by_one_command_and_trained_by_another(vf_file, tmp
 
 
 @pytest.fixture
-def tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def tmux(tmp_path, monkeypatch):
     """A server that knows nothing of this process's environment."""
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")

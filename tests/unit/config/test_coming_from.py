@@ -23,11 +23,12 @@ from trireme.base.errors import ConfigError
 from trireme.base.paths import RunPaths, step_folder
 from trireme.config.files import to_toml
 from trireme.config.load import load_run_config, read_as
+from trireme.config.orchestrator import Evaluation
 from trireme.config.problems import NOTHING
 from trireme.config.resolve import resolve
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
-from trireme.config.section import Section
+from trireme.config.section import Section, find
 from trireme.tools.formats.flat import FLAT, HOSTED, Flat, Hosted
 from trireme.tools.formats.translation import translate
 from trireme.tools.formats.vf_rl import VF_RL, VfArgs
@@ -113,7 +114,7 @@ def test_every_name_of_a_document_is_in_the_page_or_the_reference(document):
 
 
 def test_page_has_tables_of_each_kind():
-    assert {row.kind for row in ROWS} == {*SMALL, "runs", "flags", "metrics", "trouble", "memory"}
+    assert {row.kind for row in ROWS} == {*SMALL, "runs", "flags", "metrics", "trouble", "memory", "defaults"}
 
 
 def test_a_key_of_another_format_is_answered_in_a_file_of_rl(tmp_path):
@@ -133,6 +134,14 @@ def test_commands_of_the_tutorial_are_typed_with_flags_that_there_are(call):
         assert code == 0, manual
         flags = [word for word in words if re.match(r"--?[a-z]", word)]
         assert [flag for flag in flags if not is_in(flag, manual)] == [], words
+
+
+@rows("defaults")
+def test_default_is_what_the_row_says(row):
+    (key,), (ours,) = quotes(row.there), quotes(row.default)
+    field = find(RunConfig, tuple(key.split(".")))
+    default = Evaluation().sampling.temperature if key.startswith("orchestrator.eval.sampling") else field.default
+    assert repr(default).replace("'", '"') == ours
 
 
 @rows(*SMALL)

@@ -51,7 +51,7 @@ def value_of(flag: str, flags: str = "", on: Devices = CPU) -> str | None:
         ("--lora-target-modules", f"{ADAPTER} --trainer.model.lora.target-modules layers.1.a.o_proj", CPU, "o_proj"),
     ],
 )
-def test_a_flag_of_vllm_follows_from_the_configuration(flag: str, typed: str, on: Devices, expected: str) -> None:
+def test_a_flag_of_vllm_follows_from_the_configuration(flag, typed, on, expected):
     assert value_of(flag, typed, on) == expected
 
 
@@ -67,7 +67,7 @@ def test_a_flag_of_vllm_follows_from_the_configuration(flag: str, typed: str, on
         ("--enable-prefix-caching", f"{SYNCHRONOUS} {REPLAY}", CPU),
     ],
 )
-def test_vllm_is_told_only_what_the_run_asks_for(flag: str, typed: str, on: Devices) -> None:
+def test_vllm_is_told_only_what_the_run_asks_for(flag, typed, on):
     assert flag in arguments(typed, on)
     assert flag not in arguments("--trainer.model.lora.rank 9", on)
 
@@ -83,12 +83,12 @@ def test_vllm_is_told_only_what_the_run_asks_for(flag: str, typed: str, on: Devi
         ("--seq-len 130 --inference.args.block-size 64", None),
     ],
 )
-def test_cpu_cache_holds_no_more_than_all_sequences(typed: str, expected: str | None) -> None:
+def test_cpu_cache_holds_no_more_than_all_sequences(typed, expected):
     found = server_arguments(resolved(f"--model.name models/reverse-text-tiny {typed}"))
     assert dict(pairwise(found)).get("--num-gpu-blocks-override") == expected
 
 
-def test_values_of_files_are_written_as_vllms_parser_reads_them() -> None:
+def test_values_of_files_are_written_as_vllms_parser_reads_them():
     args = {"async_scheduling": False, "served-model-name": ["a", "b"], "enable-log-deltas": True, "seed": None}
     args |= {"speculative-config": {"method": "ngram"}, "lora-modules": [{"name": "a"}], "enforce-eager": False}
     written = " ".join(server_arguments(RunConfig.model_validate({"inference": {"args": args}})))
@@ -102,7 +102,7 @@ def test_values_of_files_are_written_as_vllms_parser_reads_them() -> None:
     assert without_negated_switches(given, known) == ["--no-async-scheduling", "--no-value", "--no-such-name"]
 
 
-def test_what_is_wrong_in_vllm_on_a_cpu_is_off_for_the_models_where_it_is(tmp_path: Path) -> None:
+def test_what_is_wrong_in_vllm_on_a_cpu_is_off_for_the_models_where_it_is(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "nemotron_h"}')
     flag, flags = "--no-enable-prefix-caching", f"--inference.model.name {tmp_path}"
     assert [flag in arguments(flags, on) for on in (CPU, GPUS)] == [True, False]
@@ -112,7 +112,7 @@ def test_what_is_wrong_in_vllm_on_a_cpu_is_off_for_the_models_where_it_is(tmp_pa
         assert value_of("--attention-backend", flags) == ("CPU_MLA" if "kv_lora_rank" in described else None)
 
 
-def test_variables_of_the_engine_follow_from_the_configuration() -> None:
+def test_variables_of_the_engine_follow_from_the_configuration():
     assert environment(resolved())["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in environment(resolved(on=GPUS))
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environment(resolved(ADAPTER))
@@ -120,21 +120,21 @@ def test_variables_of_the_engine_follow_from_the_configuration() -> None:
     assert [Lora(rank=rank).engine_rank for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
 
 
-def test_the_engine_checks_the_token_in_the_outermost_middleware(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_checks_the_token_in_the_outermost_middleware(monkeypatch):
     for token in ("a-token-for-tests-0123456789", ""):
         monkeypatch.setenv(TOKEN, token)
         assert arguments()[-2:] == ["--middleware", "trireme.transport.bearer.RequireToken"]
         assert "a-token" not in " ".join(arguments())
 
 
-def test_synchronous_router_replay_on_a_cpu_shares_no_prefixes() -> None:
+def test_synchronous_router_replay_on_a_cpu_shares_no_prefixes():
     """What ran before a request must not show in its bits: router replay needs the cache, so nothing may match."""
     both = f"{SYNCHRONOUS} {REPLAY}"
     assert [resolved(flags).shares_prefixes for flags in (SYNCHRONOUS, REPLAY, both)] == [True, True, False]
     assert resolved(both, on=GPUS).shares_prefixes
 
 
-def test_requests_take_the_short_way_unless_vllms_own_has_something_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_take_the_short_way_unless_vllms_own_has_something_to_do(monkeypatch):
     assert FAST_PATH in arguments()
     for name in ("enable-log-requests", "enable-log-outputs", "otlp-traces-endpoint"):
         assert FAST_PATH not in arguments(f"--inference.args.{name} given"), name
@@ -142,7 +142,7 @@ def test_requests_take_the_short_way_unless_vllms_own_has_something_to_do(monkey
     assert FAST_PATH not in arguments()
 
 
-def test_names_are_those_of_the_installed_vllm() -> None:
+def test_names_are_those_of_the_installed_vllm():
     source = Path(find_spec("vllm").origin).parent / "tool_parsers" / "__init__.py"
     assigned = [node for node in parse(source.read_text()).body if isinstance(node, ast.Assign)]
     table = next(node for node in assigned if "REGISTER" in ast.unparse(node.targets[0]))

@@ -16,7 +16,7 @@ PARTS = {"w1": ("w13_weight", INNER, HIDDEN), "w3": ("w13_weight", INNER, HIDDEN
 
 
 @pytest.mark.parametrize(("left_out", "missing"), [(None, 0), ((1, "w1"), INNER * HIDDEN), ((3, "w2"), INNER * HIDDEN)])
-def test_padding_of_experts_is_not_reported_as_missing(left_out, missing) -> None:
+def test_padding_of_experts_is_not_reported_as_missing(left_out, missing):
     model = build_padded_experts()
     (experts,) = (module for module in model.modules() if hasattr(module, "w13_weight"))
     begin_reload(model)

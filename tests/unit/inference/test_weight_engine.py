@@ -32,7 +32,7 @@ class Worker(WorkerExtension):
             raise MemoryError(where)
 
 
-def test_a_worker_whose_update_broke_says_so_and_takes_the_next() -> None:
+def test_a_worker_whose_update_broke_says_so_and_takes_the_next():
     for where in ("update", "finish"):
         worker = Worker(where)
         assert worker.trireme_update({})["failure"] == f"MemoryError: {where}"

@@ -44,7 +44,7 @@ def record(step: int, *, size: int = 5) -> BatchRecord:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path):
     journal = Journal(tmp_path / "journal")
     for step in range(3):
         journal.append(record(step))
@@ -61,14 +61,14 @@ def test_a_copy_beside_the_versions_is_none_of_them(tmp_path):
     assert (Versions(tmp_path).known(), Versions(tmp_path).newest) == ([7], 7)
 
 
-def test_an_entry_comes_back_as_it_was_written(journal: Journal, tmp_path: Path) -> None:
+def test_an_entry_comes_back_as_it_was_written(journal, tmp_path):
     again = reopened(journal)
     assert [encode(again.read(step)) for step in again.steps()] == [encode(record(step)) for step in range(3)]
     assert again.head_state() == record(2).state
     assert Journal(tmp_path / "new").head_state() == State()
 
 
-def test_journal_append_on_a_full_disk_leaves_nothing_behind(journal: Journal) -> None:
+def test_journal_append_on_a_full_disk_leaves_nothing_behind(journal):
     with file_size_limit(50_000), pytest.raises(OSError, match="too large"):
         journal.append(record(3, size=100_000))
     assert (journal.steps(), journal.head_state().next_batch) == ([0, 1, 2], 3)
@@ -77,7 +77,7 @@ def test_journal_append_on_a_full_disk_leaves_nothing_behind(journal: Journal) -
     assert sorted(journal.path(0).parent.iterdir()) == list(map(journal.path, range(4)))
 
 
-def test_a_rewound_journal_continues_from_before_and_deletes_nothing(journal: Journal) -> None:
+def test_a_rewound_journal_continues_from_before_and_deletes_nothing(journal):
     written = {step: journal.path(step).read_bytes() for step in range(3)}
     journal.rewind(1)
     assert (journal.steps(), journal.head_state().next_batch) == ([0], 1)
@@ -91,7 +91,7 @@ def test_a_rewound_journal_continues_from_before_and_deletes_nothing(journal: Jo
     assert reopened(journal).head_state().next_batch == 1
 
 
-def test_a_wrong_or_missing_entry_is_named(journal: Journal) -> None:
+def test_a_wrong_or_missing_entry_is_named(journal):
     wrong = {
         journal.path(2).read_bytes()[:-1]: r"batch_000002\.msgpack.*--trainer\.ckpt\.resume-step 2 or less",
         journal.path(1).read_bytes(): r"batch_000002\.msgpack holds entry 1",
@@ -105,7 +105,7 @@ def test_a_wrong_or_missing_entry_is_named(journal: Journal) -> None:
         reopened(journal).head_state()
 
 
-def test_an_entry_cut_off_changed_or_added_to_anywhere_is_refused(tmp_path: Path) -> None:
+def test_an_entry_cut_off_changed_or_added_to_anywhere_is_refused(tmp_path):
     Versions(tmp_path).record(7, ["http://127.0.0.1:8000"], {"w": "00ff"}, 1e-7)
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
@@ -121,7 +121,7 @@ def test_an_entry_cut_off_changed_or_added_to_anywhere_is_refused(tmp_path: Path
         assert str(path) in str(caught.value)
 
 
-def test_a_checkpoint_with_a_file_cut_off_or_changed_anywhere_is_damaged(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_file_cut_off_or_changed_anywhere_is_damaged(tmp_path):
     folder = tmp_path / "step_2"
     write_checkpoint(folder, 2)
     for path in sorted(folder.iterdir()):
@@ -141,7 +141,7 @@ LAST = 6
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> RunPaths:
+def paths(tmp_path):
     paths = RunPaths(tmp_path / "run")
     journal, versions = Journal(paths.journal), Versions(paths.journal)
     for step in range(LAST):
@@ -168,7 +168,7 @@ AT_0 = {"batches": [], "versions": [0], "checkpoints": [], "weights": [], "evals
 
 
 @pytest.mark.parametrize(("version", "expected"), [(2, AT_2), (0, AT_0)])
-def test_what_came_after_a_version_is_set_aside_and_nothing_is_deleted(paths: RunPaths, version, expected) -> None:
+def test_what_came_after_a_version_is_set_aside_and_nothing_is_deleted(paths, version, expected):
     def files() -> list[str]:
         return sorted(path.name for path in paths.root.rglob("*") if not path.name.startswith("set_aside"))
 
@@ -184,7 +184,7 @@ def test_what_came_after_a_version_is_set_aside_and_nothing_is_deleted(paths: Ru
 
 
 @pytest.mark.parametrize("after", range(4 + 4 + 2 + 2 + 2 + 1))  # moves of each kind
-def test_a_launcher_killed_anywhere_leaves_a_run_that_either_way_can_go_on(paths: RunPaths, monkeypatch, after) -> None:
+def test_a_launcher_killed_anywhere_leaves_a_run_that_either_way_can_go_on(paths, monkeypatch, after):
     moves, rename = [], Path.rename
 
     def counted(self: Path, target: Path) -> Path:
@@ -209,7 +209,7 @@ def test_a_launcher_killed_anywhere_leaves_a_run_that_either_way_can_go_on(paths
     assert left(paths) == AT_2
 
 
-def test_provenance_from_before_a_resume_is_kept(tmp_path) -> None:
+def test_provenance_from_before_a_resume_is_kept(tmp_path):
     paths = RunPaths(tmp_path)
     for number in (1, 1, 2, 3):
         write(paths, {"python": str(number)})
@@ -220,7 +220,7 @@ def test_provenance_from_before_a_resume_is_kept(tmp_path) -> None:
     assert read(paths) == {}
 
 
-def test_a_digest_of_files_changes_with_any_file_and_not_with_byte_code(tmp_path: Path) -> None:
+def test_a_digest_of_files_changes_with_any_file_and_not_with_byte_code(tmp_path):
     def digest_with(name: str, text: str) -> str:
         (tmp_path / name).write_text(text)
         return digest_of_files(tmp_path)
@@ -231,7 +231,7 @@ def test_a_digest_of_files_changes_with_any_file_and_not_with_byte_code(tmp_path
     assert digest_with("env.pyc", "compiled") == seen[-1]
 
 
-def test_provenance_records_packages_and_environment_code(tmp_path: Path) -> None:
+def test_provenance_records_packages_and_environment_code(tmp_path):
     config = load_run_config(["@", "configs/reverse-text/rl.toml"], program="rl")[0]
     config = updated(config, {"output_dir": tmp_path / "known"})
     note_provenance(config, Devices(cores=2))

@@ -20,7 +20,7 @@ from trireme.journal.entry import FORMAT, Header
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import complete_steps
 from trireme.journal.records import BatchRecord, Branch, Rollout, State
-from trireme.journal.requests import KeptRequest, RequestLog
+from trireme.journal.turns import KeptRequest, RolloutLog
 from trireme.launch.folder import launcher_of
 from trireme.monitor.metrics import read_metrics
 from trireme.monitor.progress import Progress
@@ -149,8 +149,8 @@ def test_whole_numbers_of_any_size_get_into_the_journal(number, tmp_path):
     assert [each["n"] for each in texts] == [[kept]] * 3
     assert (read.info, read.columns, read.example_id) == ({"n": kept}, {"n": kept}, kept)
     asked = KeptRequest(session="one", number=1, messages=[message], tools=[{"maximum": number}])
-    RequestLog(tmp_path / "requests").write(asked)
-    assert RequestLog(tmp_path / "requests").read("one") == [asked]  # else its turns would not be found
+    RolloutLog(tmp_path / "a.turns").write_request(asked)
+    assert RolloutLog(tmp_path / "a.turns").read_requests("one") == [asked]  # else its turns would not be found
 
 
 def test_what_readers_expect_gets_through():

@@ -25,7 +25,7 @@ RULES = PictureRules(token=TOKEN, block=28, min_pixels=56 * 56, max_pixels=28 * 
 A, B = "a" * 64, "b" * 64
 
 
-def test_a_picture_has_as_many_tokens_as_the_image_processor_gives_it() -> None:
+def test_a_picture_has_as_many_tokens_as_the_image_processor_gives_it():
     for width, height in np.random.default_rng(0).integers(10, 900, (300, 2)):
         resized = smart_resize(int(height), int(width), RULES.block, RULES.min_pixels, RULES.max_pixels)
         assert RULES.grid(int(width), int(height)) == tuple(side // RULES.block for side in resized)
@@ -34,7 +34,7 @@ def test_a_picture_has_as_many_tokens_as_the_image_processor_gives_it() -> None:
         RULES.grid(4000, 10)
 
 
-def test_a_placeholder_becomes_its_pictures_tokens_and_back() -> None:
+def test_a_placeholder_becomes_its_pictures_tokens_and_back():
     short = [1, TOKEN, 2, TOKEN, 3]
     whole, pictures = expand(short, TOKEN, [(A, 1, 2), (B, 2, 2)])
     assert whole == [1, 9, 9, 2, 9, 9, 9, 9, 3]
@@ -42,7 +42,7 @@ def test_a_placeholder_becomes_its_pictures_tokens_and_back() -> None:
     assert collapse(whole, pictures) == short
 
 
-def test_positions_are_those_of_transformers_and_restart_with_each_sample() -> None:
+def test_positions_are_those_of_transformers_and_restart_with_each_sample():
     vision = {"spatial_merge_size": 2, "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 16}
     text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = AutoConfig.for_model("qwen2_5_vl", vision_config=vision, text_config=text)
@@ -66,7 +66,7 @@ def test_positions_are_those_of_transformers_and_restart_with_each_sample() -> N
     assert np.array_equal(rotary_positions(lengths, row.pictures), torch.cat(expected, 1).numpy())
 
 
-def test_samples_begin_alike_only_where_their_pictures_are_the_same() -> None:
+def test_samples_begin_alike_only_where_their_pictures_are_the_same():
     (ids, one), (_, other) = (expand([1, TOKEN], TOKEN, [(digest, 1, 3)]) for digest in (A, B))
     first, second, third = (distinct_ids(np.array(ids), pictures).tolist() for pictures in (one, other, one))
     assert first == third
@@ -81,7 +81,7 @@ def encoded(form: str, mode: str = "RGB", colour: tuple[int, ...] = (200, 0, 0))
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_a_picture_is_kept_once_whatever_its_form(form: str, tmp_path) -> None:
+def test_a_picture_is_kept_once_whatever_its_form(form, tmp_path):
     url = f"data:image/{form.lower()};base64,{base64.b64encode(encoded(form)).decode()}"
     assert from_data_uri(url) == encoded(form)
     png = to_png(encoded(form))
@@ -94,12 +94,12 @@ def test_a_picture_is_kept_once_whatever_its_form(form: str, tmp_path) -> None:
     assert files.read(digest) == png
 
 
-def test_what_is_transparent_is_white() -> None:
+def test_what_is_transparent_is_white():
     with Image.open(io.BytesIO(to_png(encoded("PNG", "RGBA", (0, 0, 0, 0))))) as image:
         assert (image.mode, image.getpixel((0, 0))) == ("RGB", (255, 255, 255))
 
 
-def test_picture_file_that_was_changed_or_is_missing_is_refused(tmp_path) -> None:
+def test_picture_file_that_was_changed_or_is_missing_is_refused(tmp_path):
     files = PictureFiles(tmp_path)
     with pytest.raises(ValueError, match="no digest"):
         files.path("../config")
@@ -112,7 +112,7 @@ def test_picture_file_that_was_changed_or_is_missing_is_refused(tmp_path) -> Non
         files.read(digest)
 
 
-def test_how_a_model_reads_pictures_is_in_its_files(tmp_path) -> None:
+def test_how_a_model_reads_pictures_is_in_its_files(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "image_token_id": 9}')
     with pytest.raises(ConfigError, match="preprocessor_config"):
         rules_of_model(str(tmp_path))
@@ -124,7 +124,7 @@ def test_how_a_model_reads_pictures_is_in_its_files(tmp_path) -> None:
         rules_of_model(str(tmp_path))
 
 
-def test_color_squares_evaluates_on_pictures_it_does_not_train_on() -> None:
+def test_color_squares_evaluates_on_pictures_it_does_not_train_on():
     squares = runpy.run_path(str(Path(__file__).parents[3] / "environments/examples/color_squares.py"))
 
     def urls(name: str, **args: bool) -> list[str]:

@@ -3,7 +3,6 @@
 import json
 import math
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -51,7 +50,7 @@ def advantages(rollouts: list[Rollout], **rules: Any) -> list[list[list[float]]]
     return [[part.tolist() for part in parts] for parts in found]
 
 
-def test_rewards_are_cut_before_lengths_are_punished() -> None:
+def test_rewards_are_cut_before_lengths_are_punished():
     penalty = LengthPenalty(type="linear", max_length=4, buffer=1, weight=0.5)
     group = [rollout_of(5.0, [1, 1, 0]), rollout_of(-5.0, [1], place=1)]
     (scored,) = targets.scores_of(group, order_rules(reward_clip=(-1.0, 2.0), length_penalty=penalty))
@@ -59,7 +58,7 @@ def test_rewards_are_cut_before_lengths_are_punished() -> None:
     assert scored.lengths.tolist() == [2, 1]
 
 
-def test_agent_run_is_compared_with_runs_of_the_same_agent() -> None:
+def test_agent_run_is_compared_with_runs_of_the_same_agent():
     def episode(place: int, *rewards: float) -> Rollout:
         agents = [("proposer", [1]), ("solver", [0, 2]), ("solver", [3])]
         runs = [AgentRun(agent=a, reward=r, samples=s) for (a, s), r in zip(agents, rewards, strict=True)]
@@ -104,7 +103,7 @@ def batches(draw) -> list[Rollout]:
     reward_weight=st.sampled_from([0.0, 0.5, 1.0]),
     teacher_weight=st.sampled_from([None, 0.5]),
 )
-def test_each_token_gets_what_a_loop_over_tokens_gives_it(rollouts, clip, reward_weight, teacher_weight) -> None:
+def test_each_token_gets_what_a_loop_over_tokens_gives_it(rollouts, clip, reward_weight, teacher_weight):
     rules = order_rules(teacher_weight=teacher_weight, reward_weight=reward_weight, clip=clip)
     found, _ = advantages_of(rollouts, rules, {})
     for rollout, per_sample in zip(rollouts, found, strict=True):
@@ -128,7 +127,7 @@ def test_each_token_gets_what_a_loop_over_tokens_gives_it(rollouts, clip, reward
             assert per_sample[s].dtype == np.float32
 
 
-def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
+def test_new_advantages_keep_what_a_cut_sampler_could_choose_from():
     kept = Kept(np.array([0, 2], dtype=np.int32), np.array([1, 4], dtype=np.int32))
     sample = msgspec.structs.replace(sample_of([0, 1]), kept=kept)
     assert targets.with_advantages(sample, np.array([0.0, 1.0], dtype=np.float32)).kept is kept
@@ -136,7 +135,7 @@ def test_new_advantages_keep_what_a_cut_sampler_could_choose_from() -> None:
     assert not targets.is_zero([np.zeros(3), np.array([0.0, -1e-7])])
 
 
-def test_a_group_without_enough_signal_is_not_worth_it() -> None:
+def test_a_group_without_enough_signal_is_not_worth_it():
     for steps, is_worth_it in (([NAN, NAN], False), ([1.0, 1.0], False), ([0.0, 1.0], True)):
         columns = [[np.array([NAN, NAN, step], dtype=np.float32)] for step in steps]
         group = [rollout_of(0.3, token_rewards=columns[0]), rollout_of(0.1 + 0.2, token_rewards=columns[1], place=1)]
@@ -146,7 +145,7 @@ def test_a_group_without_enough_signal_is_not_worth_it() -> None:
     assert targets.outcome_of(group).mean == 0.5
 
 
-def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
+def test_flaws_are_read_off_each_turn_of_each_sample():
     filters = Filters(repetition_window=3, repetition_period=1, gibberish_window=2, gibberish_logprob=-2.0)
     rollout = rollout_of(0.0, truncated=True)
     rollout.samples = [sample_of([0, 1, 1, 0, 1, 1], ids=[5] * 6)]
@@ -155,7 +154,7 @@ def test_flaws_are_read_off_each_turn_of_each_sample() -> None:
     assert targets.flaws_of(rollout, order_rules(filters=filters)) == ["truncated", "repetition", "gibberish"]
 
 
-def test_custom_advantage_function_receives_its_arguments(tmp_path: Path) -> None:
+def test_custom_advantage_function_receives_its_arguments(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def advantage(groups, scale): return [scale * (g.rewards - g.rewards.max()) for g in groups]\n")
     rules = {"advantage": "custom", "advantage_path": f"{file}:advantage", "advantage_args": {"scale": 2.0}}
@@ -167,7 +166,7 @@ def record_of(rollouts: list[Rollout]) -> BatchRecord:
     return BatchRecord(0, rollouts, [], State(next_batch=1))
 
 
-def test_a_masked_rollout_is_in_its_groups_mean_and_reaches_no_trainer() -> None:
+def test_a_masked_rollout_is_in_its_groups_mean_and_reaches_no_trainer():
     rollouts = [rollout_of(1.0, place=0), rollout_of(0.0, place=1, masked="truncated")]
     assert advantages(rollouts) == [[[0.0, 0.5, 0.5]], [[0.0, -0.5, -0.5]]]
     reply = DealtBatch(record_of(rollouts), world=1, capacity=16).share(0)
@@ -181,7 +180,7 @@ def test_a_masked_rollout_is_in_its_groups_mean_and_reaches_no_trainer() -> None
         assert reply.loss_tokens == reply.loss_samples == 1
 
 
-def test_journal_rules_hold_every_number_of_the_configuration(tmp_path) -> None:
+def test_journal_rules_hold_every_number_of_the_configuration(tmp_path):
     rules = rules_of(build_rich_config(tmp_path))
     assert rules.length_penalty == LengthPenalty(type="linear", max_length=12, buffer=2, weight=0.5)
     assert (rules.pools.easy_weight, rules.pools.hard_weight) == (0.0, 0.5)
@@ -201,12 +200,12 @@ SHAPE = {"model_type": "llama"} | SIZES
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
+def model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     return str(tmp_path)
 
 
-def test_all_ranks_get_their_share_of_one_reading(tmp_path: Path, model: str) -> None:
+def test_all_ranks_get_their_share_of_one_reading(tmp_path, model):
     journal, batches = Journal(tmp_path / "journal"), []
     for step in range(2):
         samples = random_samples(LENGTHS, seed=step)
@@ -226,7 +225,7 @@ def test_all_ranks_get_their_share_of_one_reading(tmp_path: Path, model: str) ->
     assert sorted(length for row in found.micro_batches for length in row.lengths) == sorted(LENGTHS)
 
 
-def test_sampled_first_token_without_a_prompt_is_not_trained_on() -> None:
+def test_sampled_first_token_without_a_prompt_is_not_trained_on():
     """Nothing stands before it that it could be predicted from: an empty prompt."""
     rollout = rollout_of(0.0, [1, 1, 1], [0, 1], [1])
     found = DealtBatch(record_of([rollout]), world=1, capacity=16).share(0)
@@ -235,7 +234,7 @@ def test_sampled_first_token_without_a_prompt_is_not_trained_on() -> None:
     assert num_learned([Sample(tokens, 1.0) for tokens in rollout.samples]) == [2, 1, 0]
 
 
-def test_row_cost_follows_the_sizes_of_the_trained_model(tmp_path: Path, model: str) -> None:
+def test_row_cost_follows_the_sizes_of_the_trained_model(tmp_path, model):
     def config(name: str = "other", **trainer: Any) -> RunConfig:
         return RunConfig.model_validate({"seq_len": 64, "model": {"name": name}, "trainer": trainer})
 

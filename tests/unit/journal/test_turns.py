@@ -12,8 +12,7 @@ import pytest
 from support.processes.limits import file_size_limit
 from trireme.journal.journal import Journal
 from trireme.journal.model_turn import Turn
-from trireme.journal.requests import KeptRequest, RequestLog
-from trireme.journal.turns import TurnLog, framed, prompt_digest, read_turns, turns_file
+from trireme.journal.turns import KeptRequest, RolloutLog, framed, prompt_digest, read_turns, turns_file
 from trireme.orchestrator.gateway.endpoint import Endpoint
 from trireme.orchestrator.session.session import Session
 from trireme.orchestrator.session.wire import RunTask
@@ -24,13 +23,13 @@ def record(prompt: str, token: int, **more: object) -> Turn:
     return Turn(prompt=prompt, ids=[token], logprobs=[0], versions=[3], finish_reason="", message=message, **more)
 
 
-def keep(log: TurnLog, turn: Turn) -> None:
+def keep(log: RolloutLog, turn: Turn) -> None:
     log.write(turn)
     log.add(turn, log.life)
 
 
 def test_turn_log_cut_at_any_byte_keeps_its_whole_turns(tmp_path):
-    log = TurnLog(tmp_path / "turns" / "whole.turns")
+    log = RolloutLog(tmp_path / "turns" / "whole.turns")
     ends = []
     for token in range(3):
         keep(log, record("p", token))
@@ -40,7 +39,7 @@ def test_turn_log_cut_at_any_byte_keeps_its_whole_turns(tmp_path):
         (cut := tmp_path / "cut.turns").write_bytes(data[:size])
         whole = [[token] for token, end in enumerate(ends) if end <= size]
         assert [each.ids for each in read_turns(cut)] == whole
-        again = TurnLog(cut)
+        again = RolloutLog(cut)
         if size % 7 == 0:
             keep(again, record("q", 9))
             assert [each.ids for each in read_turns(cut)] == [*whole, [9]]
@@ -51,11 +50,11 @@ def test_turn_log_cut_at_any_byte_keeps_its_whole_turns(tmp_path):
 
 
 def test_turns_are_replayed_by_prompt_in_order_after_a_rewind(tmp_path):
-    log = TurnLog(tmp_path / "a.turns")
+    log = RolloutLog(tmp_path / "a.turns")
     routes = np.arange(6, dtype=np.uint8)
     for each in (record("p", 1), record("q", 2), record("p", 3, routes=routes, routes_shape=(1, 2, 3))):
         keep(log, each)
-    for again in (TurnLog(log.path), log):
+    for again in (RolloutLog(log.path), log):
         life = again.life
         again.rewind()
         assert [again.replay("p").ids, again.replay("q").ids] == [[1], [2]]
@@ -67,7 +66,7 @@ def test_turns_are_replayed_by_prompt_in_order_after_a_rewind(tmp_path):
 
 
 def test_turns_that_several_threads_write_at_once_are_all_kept(tmp_path, monkeypatch):
-    log, truncate = TurnLog(tmp_path / "a.turns"), os.ftruncate
+    log, truncate = RolloutLog(tmp_path / "a.turns"), os.ftruncate
 
     def truncate_late(descriptor: int, length: int) -> None:
         time.sleep(0.02)  # another thread's turn would be on disk by now, and be cut off
@@ -80,7 +79,7 @@ def test_turns_that_several_threads_write_at_once_are_all_kept(tmp_path, monkeyp
 
 
 def test_a_full_disk_leaves_nothing_of_a_turn(tmp_path):
-    log = TurnLog(tmp_path / "a.turns")
+    log = RolloutLog(tmp_path / "a.turns")
     keep(log, record("p", 1))
     with file_size_limit(log.path.stat().st_size + 20), pytest.raises(OSError, match="too large"):
         keep(log, record("p", 2))
@@ -92,9 +91,9 @@ def test_turn_log_of_a_rewound_run_replays_nothing(tmp_path):
     assert len({prompt_digest(ids) for ids in ([], [0], [1], [0, 0], [256], [1, 0])}) == 6
     path = turns_file(tmp_path, "../17-3", 0)
     assert path.parent == tmp_path / "turns"
-    keep(TurnLog(path), record("p", 1))
+    keep(RolloutLog(path), record("p", 1))
     Journal(tmp_path).rewind(0)
-    assert TurnLog(path).replay("p") is None
+    assert RolloutLog(path).replay("p") is None
 
 
 MESSAGES = [{"role": "user", "content": str(number)} for number in range(4)]
@@ -112,31 +111,30 @@ def whole(requests: list[KeptRequest]) -> list[tuple]:
 
 
 def test_agent_requests_are_read_whole_by_the_next_process(tmp_path):
-    path = tmp_path / "turns" / "0-0.0.requests"
-    RequestLog(path).write(KeptRequest(session="b", number=1, messages=MESSAGES))
-    written = RequestLog(path)
+    path, file = tmp_path / "turns" / "0-0.0.turns", tmp_path / "turns" / "0-0.0.requests"
+    RolloutLog(path).write_request(KeptRequest(session="b", number=1, messages=MESSAGES))
+    written = RolloutLog(path)
     for request in ASKED[:2]:  # of a new session
-        written.write(request)
-    assert path.read_bytes().count(b"content") == 3
-    with open(path, "ab") as file:
-        file.write(b"cut off")
-    after = RequestLog(path)
-    assert whole(after.read("a")) == whole(ASKED[:2])
+        written.write_request(request)
+    assert file.read_bytes().count(b"content") == 3
+    file.write_bytes(file.read_bytes() + b"cut off")
+    after = RolloutLog(path)
+    assert whole(after.read_requests("a")) == whole(ASKED[:2])
     for request in ASKED[2:]:
-        after.write(request)
-    assert whole(RequestLog(path).read("a")) == whole(ASKED)
-    assert RequestLog(path).read("b") == []
+        after.write_request(request)
+    assert whole(RolloutLog(path).read_requests("a")) == whole(ASKED)
+    assert RolloutLog(path).read_requests("b") == []
     assert [one.continues(ASKED[0]) for one in ASKED] == [False, True, True, True]
-    after.remove()
-    assert RequestLog(path).read("a") == []
+    after.keeps_requests = True
+    after.close()
+    assert RolloutLog(path).read_requests("a") == []
 
 
 def test_a_program_whose_requests_cannot_be_read_is_to_be_started_again(tmp_path):
-    (tmp_path / "requests").write_bytes(framed(b"\x80"))  # as another version may have written them
+    (tmp_path / "a.requests").write_bytes(framed(b"\x80"))  # as another version may have written them
 
     async def resume() -> bool:
-        requests = RequestLog(tmp_path / "requests")
-        session = Session(RunTask(task="1-0.0", index=0), None, 60, requests=requests)
-        return await Endpoint(SimpleNamespace(url=""), session).resume("key")
+        session = Session(RunTask(task="1-0.0", index=0), log=RolloutLog(tmp_path / "a.turns"))
+        return await Endpoint(SimpleNamespace(url=""), session, key="key").resume()
 
     assert asyncio.run(resume()) is False

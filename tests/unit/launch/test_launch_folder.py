@@ -10,16 +10,12 @@ from unittest.mock import patch
 
 import pytest
 
-from support.runs.resolved_runs import resolved, run_in
-from trireme.base.errors import ConfigError, JournalCorrupt
-from trireme.base.paths import RunPaths, remove_partial_files
+from support.runs.resolved_runs import run_in
+from trireme.base.errors import ConfigError
+from trireme.base.paths import RunPaths
 from trireme.base.token import KEY_FILE
-from trireme.config.files import command_without_secrets, read_run, write_process_files, write_run
-from trireme.journal.journal import Journal
-from trireme.journal.records import BatchRecord, State
 from trireme.launch.folder import LOCKS, RUN_ENTRIES, hold, hold_folder, launcher_of, move_aside, prepare_folder
 from trireme.monitor.metrics import MetricsFile
-from trireme.tools.run_reader import RunReader
 from trireme.trainer.sft.dataset import SampleWriter
 
 
@@ -35,7 +31,7 @@ def names_in(folder: Path) -> list[str]:
 # whose files
 
 
-def test_run_is_refused_in_a_folder_with_files_of_no_run(tmp_path: Path) -> None:
+def test_run_is_refused_in_a_folder_with_files_of_no_run(tmp_path):
     for place in ("other", "group/member"):
         make_run(tmp_path / place)
     for name in ("gepa/wordle", "env-check/wordle", "mine.submissions/20260102-030405-ab12", "evals/model"):
@@ -54,7 +50,7 @@ def test_run_is_refused_in_a_folder_with_files_of_no_run(tmp_path: Path) -> None
     assert names_in(tmp_path) == before
 
 
-def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -> None:
+def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path):
     root = tmp_path / "project"
     make_run(root)
     for name in ("checkpoint-5", "wandb", "checkpoints"):
@@ -71,7 +67,7 @@ def test_an_earlier_run_is_moved_without_the_files_of_the_user(tmp_path: Path) -
     assert move_aside(RunPaths(root)) == tmp_path / "project.earlier-2"
 
 
-def test_a_folder_holds_a_run_until_all_its_files_are_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_holds_a_run_until_all_its_files_are_moved(tmp_path, monkeypatch):
     """The launcher may be killed between two of them. The next one takes what is left for a run too."""
     paths, held, rename = RunPaths(tmp_path / "run"), [], Path.rename
     for name in RUN_ENTRIES:
@@ -81,7 +77,7 @@ def test_a_folder_holds_a_run_until_all_its_files_are_moved(tmp_path: Path, monk
     assert held == [True] * len(RUN_ENTRIES - set(LOCKS.values()))
 
 
-def test_samples_of_supervised_training_replace_only_samples(tmp_path: Path) -> None:
+def test_samples_of_supervised_training_replace_only_samples(tmp_path):
     writer = SampleWriter(seq_len=8, drop=False)
     mine = tmp_path / "data" / "validation"
     mine.mkdir(parents=True)
@@ -98,7 +94,7 @@ def test_samples_of_supervised_training_replace_only_samples(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("process", ["launcher", "orchestrator", "trainer"])
-def test_second_process_of_a_kind_is_refused_in_a_live_run(process, tmp_path: Path) -> None:
+def test_second_process_of_a_kind_is_refused_in_a_live_run(process, tmp_path):
     paths, words = RunPaths(tmp_path), rf"another {process} \(process {os.getpid()}\) is running in {tmp_path}"
     with hold(paths, process):
         with pytest.raises(ConfigError, match=words), hold_folder(paths, leave_s=0.0):
@@ -112,19 +108,7 @@ def test_second_process_of_a_kind_is_refused_in_a_live_run(process, tmp_path: Pa
         assert launcher_of(paths) == os.getpid()
 
 
-def test_batch_in_the_journal_is_never_replaced(tmp_path: Path) -> None:
-    ours, theirs = Journal(tmp_path), Journal(tmp_path)
-    ours.append(BatchRecord(0, [], [], State(next_batch=1)))
-    theirs.append(BatchRecord(0, [], [], State(next_batch=1)))  # the same: it may be written again after an error
-    with pytest.raises(JournalCorrupt, match="was written by another process"):
-        theirs.append(BatchRecord(0, [], [], State(next_batch=1, next_group=7)))
-    assert Journal(tmp_path).read(0).state.next_group == 0
-    (tmp_path / ".batch_000001.msgpack.4321.partial").write_bytes(b"half")
-    remove_partial_files(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["batch_000000.msgpack"]
-
-
-def test_a_file_system_without_locks_is_named(tmp_path: Path) -> None:
+def test_a_file_system_without_locks_is_named(tmp_path):
     error = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     with (
         patch.object(fcntl, "flock", side_effect=error),
@@ -134,36 +118,8 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_a_line_of_metrics_is_on_disk_before_the_step_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_metrics_is_on_disk_before_the_step_goes_on(tmp_path, monkeypatch):
     file, synced = tmp_path / "metrics.jsonl", []
     monkeypatch.setattr(os, "fsync", lambda _: synced.append(json.loads(file.read_text())["loss"]))
     MetricsFile(file, "trainer").append(3, {"loss": 0.5})
     assert synced == [0.5]
-
-
-def test_secrets_among_arguments_are_for_the_owner_and_for_no_page(tmp_path: Path) -> None:
-    words = f"""--output-dir {tmp_path} --orchestrator.env '[{{id="a", args = {{judge_api_key="sk-1", size = 3}}}}]'"""
-    for flags, mode in ((f"--output-dir {tmp_path}", 0o644), (words, 0o600)):
-        config = resolved(flags)
-        write_run(config, config.paths.run_config)
-        files = [config.paths.run_config, *write_process_files(config, tmp_path, ("orchestrator",))]
-        assert {file.stat().st_mode & 0o777 for file in files} == {mode}
-        assert read_run(type(config), config.paths.run_config) == config
-    text = str(RunReader(tmp_path).read_raw_config())
-    assert "sk-1" not in text
-    assert "judge_api_key" in text
-    assert "size" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["--inference.args.hf-token", "s", "--name", "a"], ["--inference.args.hf-token", "…", "--name", "a"]),
-        (["--dtype", "auto", "--hf-token", "s"], ["--dtype", "auto", "--hf-token", "…"]),
-        (["--orchestrator.env.0.args.api_key=s"], ['--orchestrator.env.0.args.api_key="…"']),
-        (['[{args = {judge_api_key = "s\\"s", size = 3}}]'], ['[{args = {judge_api_key = "…", size = 3}}]']),
-        (["--model.name", "token", "{key='s'}"], ["--model.name", "token", '{key="…"}']),
-    ],
-)
-def test_a_noted_command_line_shows_no_secret(words: list[str], shown: list[str]) -> None:
-    assert command_without_secrets(words) == shown

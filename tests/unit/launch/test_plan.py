@@ -117,7 +117,7 @@ def test_run_that_cannot_start_exits_with_2_before_starting_anything(argv, words
 
 
 @pytest.fixture
-def earlier(tmp_path: Path) -> RunPaths:
+def earlier(tmp_path):
     paths = RunPaths(tmp_path / "outputs")
     (paths.journal / "batch_0").mkdir(parents=True)
     paths.metrics.write_text("{}")

@@ -38,23 +38,23 @@ def written(config: RunConfig | SftConfig, *steps: int) -> RunConfig | SftConfig
 
 
 @pytest.fixture
-def earlier(tmp_path: Path) -> RunConfig:
+def earlier(tmp_path):
     return written(updated(build_config(tmp_path / "run"), {"max_steps": 4}), 2, 3)
 
 
 @pytest.fixture
-def fine_tuned(tmp_path: Path) -> SftConfig:
+def fine_tuned(tmp_path):
     model = TrainerModel(name="models/a")
     return written(SftConfig(output_dir=tmp_path / "sft", data="x.jsonl", max_steps=3, model=model), 3)
 
 
 @pytest.fixture
-def adapted(fine_tuned: SftConfig) -> SftConfig:
+def adapted(fine_tuned):
     return written(updated(fine_tuned, LORA))
 
 
 @pytest.fixture
-def ahead(earlier: RunConfig) -> RunConfig:
+def ahead(earlier):
     """Engines have confirmed two versions since the newest checkpoint, of step 3; batch 5 is waiting."""
     for step in range(6):
         Journal(earlier.paths.journal).append(BatchRecord(step, [], [], State(next_batch=step + 1)))

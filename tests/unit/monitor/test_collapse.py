@@ -102,7 +102,7 @@ def test_every_sign_has_its_test_and_advises_keys_that_exist():
     assert {*named} <= {*keys_of(schema, schema["$defs"])}
 
 
-def test_collapse_warning_is_repeated_only_after_calm() -> None:
+def test_collapse_warning_is_repeated_only_after_calm():
     spike, calm = {"grad_norm": 60.0}, [{}] * CALM
     steps = [one.step for one in warned(run_that_turns("trainer", spike, *[spike] * 3, *calm, spike))]
     assert steps == [50, 50 + 4 + CALM]
@@ -115,7 +115,7 @@ def test_collapse_warning_is_repeated_only_after_calm() -> None:
     assert watch.lasting == {}
 
 
-def test_no_row_and_no_broken_sign_stops_the_watch() -> None:
+def test_no_row_and_no_broken_sign_stops_the_watch():
     def broken(history: object) -> str:
         raise ZeroDivisionError
 

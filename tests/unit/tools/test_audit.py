@@ -43,7 +43,7 @@ from trireme.journal.journal import Journal
 from trireme.journal.model_turn import Turn
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.records import BatchRecord, Branch, Dropped, Rollout
-from trireme.journal.turns import TurnLog, prompt_digest, read_turns, turns_file
+from trireme.journal.turns import RolloutLog, prompt_digest, read_turns, turns_file
 from trireme.journal.versions import Confirmation, Version, Versions
 from trireme.launch.resume import rewind
 from trireme.messages import COLUMNS, Picture, Tokens
@@ -60,7 +60,7 @@ def assert_holds(folder: Path) -> Report:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, RunConfig]:
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
     return {rich: write_whole_run(folder / str(rich), rich=rich) for rich in (False, True)}
 
@@ -71,19 +71,19 @@ def copied(config: RunConfig, folder: Path) -> RunConfig:
 
 
 @pytest.fixture
-def config(written: dict[bool, RunConfig], tmp_path: Path) -> RunConfig:
+def config(written, tmp_path):
     """A run of five batches of the test's own, to plant a fault in."""
     return copied(written[False], tmp_path / "run")
 
 
 @pytest.fixture
-def rich_config(written: dict[bool, RunConfig], tmp_path: Path) -> RunConfig:
+def rich_config(written, tmp_path):
     """One with difficulty pools, a curriculum, masks, a teacher and a running mean."""
     return copied(written[True], tmp_path / "rich")
 
 
 @pytest.mark.parametrize(("build", "level"), [(build_config, 0), (build_rich_config, 1)])
-def test_a_run_holds_whatever_file_was_written_last(tmp_path: Path, build: Callable, level: int) -> None:
+def test_a_run_holds_whatever_file_was_written_last(tmp_path, build, level):
     run = WrittenRun(build(tmp_path, max_async_level=level, seed=level))
     moments = [(moment, assert_holds(tmp_path)) for moment in run.write(6)]
     first, last = moments[0][1].summary, moments[-1][1].summary
@@ -100,7 +100,7 @@ def trained_in(config: RunConfig, batches: int) -> list[Rollout]:
     return [one for step in range(batches) for one in journal.read(step).rollouts if one.masked is None]
 
 
-def test_audit_accepts_every_moment_of_a_rewind(config: RunConfig) -> None:
+def test_audit_accepts_every_moment_of_a_rewind(config):
     root, twin = config.paths.root, config.paths.root.with_name("twin")
     shutil.copytree(root, twin)
     rewind(RunPaths(twin), 2)
@@ -121,7 +121,7 @@ def test_audit_accepts_every_moment_of_a_rewind(config: RunConfig) -> None:
     assert "ways not taken, set aside: checkpoints/set_aside_" in report.text()
 
 
-def test_audit_judges_each_batch_by_the_settings_it_was_made_with(rich_config: RunConfig) -> None:
+def test_audit_judges_each_batch_by_the_settings_it_was_made_with(rich_config):
     root = rich_config.paths.root
     rewind(rich_config.paths, 2)
     other = build_rich_config(root, seed=5, max_async_level=0)
@@ -133,7 +133,7 @@ def test_audit_judges_each_batch_by_the_settings_it_was_made_with(rich_config: R
             assert_holds(root)
 
 
-def test_what_may_happen_to_the_files_of_a_run_is_no_contradiction(config: RunConfig, tmp_path: Path) -> None:
+def test_what_may_happen_to_the_files_of_a_run_is_no_contradiction(config, tmp_path):
     content = config.paths.metrics.read_bytes()
     newest = content.rstrip(b"\n").rindex(b"\n") + 1
     for end in range(newest, len(content), 9):
@@ -152,9 +152,7 @@ def test_what_may_happen_to_the_files_of_a_run_is_no_contradiction(config: RunCo
     assert "2. confirmation says that model.norm.weight" in note
 
 
-def test_audit_exit_code_tells_whether_contradictions_were_found(
-    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_exit_code_tells_whether_contradictions_were_found(config, tmp_path, capsys):
     def said(*flags: str) -> tuple[int | None, str]:
         return audit([str(config.paths.root), *flags]), capsys.readouterr().out
 
@@ -181,7 +179,7 @@ def test_audit_exit_code_tells_whether_contradictions_were_found(
         audit([str(tmp_path)])
 
 
-def test_no_code_that_a_run_names_is_run_unless_the_user_names_it_too(config: RunConfig, tmp_path: Path) -> None:
+def test_no_code_that_a_run_names_is_run_unless_the_user_names_it_too(config, tmp_path):
     mark = tmp_path / "mark"
 
     def as_custom(path: str) -> Callable[[BatchRecord], None]:
@@ -205,7 +203,7 @@ def test_no_code_that_a_run_names_is_run_unless_the_user_names_it_too(config: Ru
     assert not mark.exists()
 
 
-def test_a_picture_that_is_missing_or_was_changed_is_found_once(config: RunConfig) -> None:
+def test_a_picture_that_is_missing_or_was_changed_is_found_once(config):
     files = PictureFiles(pictures_folder(config.paths.journal))
     digest = files.add(b"a picture")
 
@@ -249,7 +247,7 @@ def turns_of(sample: Tokens) -> Iterator[Turn]:
 
 def write_turns(file: Path, turns: list[Turn]) -> None:
     file.unlink(missing_ok=True)
-    log = TurnLog(file)
+    log = RolloutLog(file)
     for turn in turns:
         log.write(turn)
     log.close()
@@ -275,7 +273,7 @@ TURN_FAULTS: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
-def test_a_turn_that_is_lost_or_changed_is_found_unless_it_was_removed(config: RunConfig) -> None:
+def test_a_turn_that_is_lost_or_changed_is_found_unless_it_was_removed(config):
     play(config)
     summary = assert_holds(config.paths.root).summary
     assert summary.turns["not chosen"] == 30
@@ -303,7 +301,7 @@ ALL_FAULTS: dict[str, Fault] = FAULTS | RICH_FAULTS | SYNCHRONOUS_FAULT
 
 
 @pytest.mark.parametrize("name", ALL_FAULTS)
-def test_a_fault_is_found_and_named_first(written: dict[bool, RunConfig], tmp_path: Path, name: str) -> None:
+def test_a_fault_is_found_and_named_first(written, tmp_path, name):
     if name in SYNCHRONOUS_FAULT:
         config = write_whole_run(tmp_path, max_async_level=0)
     else:
@@ -318,7 +316,7 @@ def test_a_fault_is_found_and_named_first(written: dict[bool, RunConfig], tmp_pa
     assert all((first.expected, first.meaning))
 
 
-def test_audit_does_not_repeat_a_fault_in_later_batches(tmp_path, rich_config) -> None:
+def test_audit_does_not_repeat_a_fault_in_later_batches(tmp_path, rich_config):
     config = write_whole_run(tmp_path / "long", batches=10)
     in_rich_batch = ("a score is another", "a running mean is another", "a step's reward is of no token")
     for name in ("an open group is forgotten", "a counter is wrong", *in_rich_batch):
@@ -334,7 +332,7 @@ def test_audit_does_not_repeat_a_fault_in_later_batches(tmp_path, rich_config) -
 
 
 @pytest.mark.parametrize(("gone", "rich"), [(0, True), (3, False)])
-def test_after_a_missing_batch_the_others_are_still_audited(written, tmp_path: Path, gone: int, rich: bool) -> None:
+def test_after_a_missing_batch_the_others_are_still_audited(written, tmp_path, gone, rich):
     config = copied(written[rich], tmp_path / "run")
     Journal(config.paths.journal).path(gone).unlink()
     report = audit_run(config.paths.root)
@@ -394,7 +392,7 @@ def kind_of(path: tuple) -> tuple:
     return path[:1] if path[0] == "metrics" else tuple(part for part in path if isinstance(part, str))
 
 
-def test_any_change_of_a_batch_is_found_there(tmp_path: Path) -> None:
+def test_any_change_of_a_batch_is_found_there(tmp_path):
     config = build_rich_config(tmp_path)
     # advantages are not cut: what is cut away would not be missed
     uncut = config.orchestrator.model_copy(update={"advantage": Advantage(type="ema")})
@@ -418,7 +416,7 @@ def test_any_change_of_a_batch_is_found_there(tmp_path: Path) -> None:
     assert_holds(config.paths.root)
 
 
-def test_any_change_of_a_version_or_of_a_metric_is_found(config: RunConfig) -> None:
+def test_any_change_of_a_version_or_of_a_metric_is_found(config):
     versions, chance = Versions(config.paths.journal), random.Random(1)
     versions.record(2, ["http://127.0.0.1:8000"], digests_of(2), 0.0)
     before = versions.read(2)

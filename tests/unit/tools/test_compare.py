@@ -113,14 +113,14 @@ ORDER = [aspect for aspect in ASPECTS if aspect in CHANGES]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     config = write_whole_run(tmp_path_factory.mktemp("runs") / "a")
     change_lines(lambda it: [row_of(it, "trainer", n).update({"lr": 0.1, "policy/kl": 1}) for n in range(5)])(config)
     return config.paths.root
 
 
 @pytest.fixture
-def copy(whole: Path, tmp_path: Path) -> RunConfig:
+def copy(whole, tmp_path):
     return copied(whole, tmp_path / "b")
 
 
@@ -288,13 +288,13 @@ def test_what_is_no_run_or_is_damaged_is_an_error_and_no_difference(whole, copy,
         (np.zeros((2, 2), np.uint8), np.array([[0, 0], [1, 0]], np.uint8), ("[2]", 0, 1)),
     ],
 )
-def test_the_first_place_that_differs_is_named_with_what_each_has_there(a: Any, b: Any, expected: Any) -> None:
+def test_the_first_place_that_differs_is_named_with_what_each_has_there(a, b, expected):
     assert record_differences.first_difference(a, b) == expected
     swapped = expected and (expected[0], expected[2], expected[1])
     assert record_differences.first_difference(b, a) == swapped
 
 
-def test_columns_of_other_types_or_lengths_differ_as_a_whole() -> None:
+def test_columns_of_other_types_or_lengths_differ_as_a_whole():
     for other in (np.zeros(3, np.float64), np.zeros(2, np.float32), None):
         difference = record_differences.first_difference({"x": np.zeros(3, np.float32)}, {"x": other})
         assert difference is not None

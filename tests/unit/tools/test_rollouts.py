@@ -4,21 +4,16 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from support.models.tiny_tokenizer import write_tokenizer
 from support.runs.viewing import answer, write_evaluations, write_results
 from support.runs.written_run import write_whole_run
-from trireme.base.errors import ConfigError
 from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
-from trireme.tools.rollout_filters import parse_filter
-from trireme.tools.rollouts import CHUNK, PREVIEW, Record, ResultsFile, Row, record_of
+from trireme.tools.rollouts import CHUNK, PREVIEW, ResultsFile, record_of
 from trireme.tools.run_reader import RunReader
 from trireme.tools.tokenizer import pieces
-from trireme.tools.viewer.panes import columns_for, in_order, page
+from trireme.tools.viewer.panes import page
 from trireme.tools.viewer.sources import find_sources, run_title
 
 
@@ -91,19 +86,7 @@ def test_eval_view_finds_runs_and_evaluations_but_skips_weights(tmp_path):
     assert [run_title(folder, [tmp_path]) for folder in (tmp_path, run.root)] == [tmp_path.name, f"{tmp_path.name}/run"]
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=12,
-)
-CALLS = JSON | st.lists(st.fixed_dictionaries({"function": JSON, "id": JSON}))
-ROLE = st.sampled_from(["user", "assistant", "tool"]) | JSON
-TALK = JSON | st.lists(st.fixed_dictionaries({}, optional={"role": ROLE, "content": JSON, "tool_calls": CALLS}))
-KEYS = ["example_id", "reward", "answer", "info", "metrics", "tokens", "turns", "truncated", "stop", "error"]
-LINE = st.dictionaries(st.sampled_from(KEYS), JSON) | st.fixed_dictionaries({"prompt": TALK, "completion": TALK})
-
-
-def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order() -> None:
+def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order():
     calls = [{"id": "a", "function": {"name": "python", "arguments": '{"code": "print(6*7)\\nx"}'}}]
     completion = [
         {"role": "assistant", "content": "<think>I shall compute.</think>", "tool_calls": calls},
@@ -116,47 +99,6 @@ def test_reasoning_calls_of_tools_and_what_they_returned_are_read_in_order() -> 
         *("▌ assistant reasoning", "I shall compute.", "▌ assistant calls python", "code:\nprint(6*7)\nx"),
         *("▌ tool returned python", "42", "▌ assistant", "It is 42.", "━━ also ", 'info: {"level": 3}'),
     ]
-
-
-@settings(max_examples=30)
-@given(LINE)
-def test_whatever_a_line_holds_is_shown(value):
-    record = record_of(json.loads(json.dumps(value)), number=0)
-    for longest in (100, None):
-        shown = "".join(text.plain for text, _ in page(record, longest=longest))
-        assert not any(ord(letter) < 32 for letter in shown.replace("\n", ""))
-    for column in columns_for([record.row]):
-        assert in_order([record.row], column, backwards=True) == [record.row]
-
-
-ROWS = [
-    Row(number=0, example="9", rollout=0, reward=0.1 + 0.2, tokens=10, stop="length", truncated=True, env="a"),
-    Row(number=1, example="10", rollout=1, reward=None, error="Timeout: late", env="b"),
-    Row(number=2, example="x=1", rollout=0, reward=1.0, turns=3, advantage=-0.5, flaws="repetition", env="b"),
-]
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        *[("", [0, 1, 2]), ("reward=0.3", [0]), ("reward<1", [0]), ("reward!=1 reward>=0", [0]), ("-reward<1", [1, 2])],
-        *[("example=10", [1]), ("example>9", [1]), ("example<=9", [0]), ("example=x=1", [2]), ("tokens>=10", [0])],
-        *[("turns>2 advantage<0", [2]), ("stop~LENG", [0]), ("error~timeout", [1]), ("env:b -is:failed", [2])],
-        *[("is:truncated", [0]), ("is:flawed", [2]), ("is!=failed", [0, 2]), ("-is!=failed", [1])],
-        *[("capital france", [0, 1, 2]), ('"capital of"', [0, 1, 2])],
-        *[('"of capital"', []), ("-capital", []), ("-berlin", [0, 1, 2]), ("it's", [0, 1, 2]), ('"reward<1', [0])],
-        ("https://no", []),
-    ],
-)
-def test_a_filter_means_what_it_says(line, expected):
-    chosen, text = parse_filter(line), "It's The Capital of reward<1 France"
-    assert [row.number for row in ROWS if chosen.matches(row, lambda row: Record(row, answer=text))] == expected
-
-
-@pytest.mark.parametrize("line", ["stp=3", "step~3", "reward=high", "is:good", "is<failed", "env<3", "example<--5"])
-def test_a_filter_without_a_meaning_is_refused(line):
-    with pytest.raises(ConfigError, match="Expected"):
-        parse_filter(line)
 
 
 def test_token_pieces_make_up_the_text_that_was_encoded(tmp_path):

@@ -28,7 +28,6 @@ FORMATS = {
     "flat": f'model_name = "{MODEL}"\nnum_gpus = 16\n{COMMON}[env]\nid = "reverse-text"\n',
 }
 
-
 SBATCH = """#!/bin/bash
 echo "$*" >>{0}/words
 /bin/cat >{0}/given
@@ -38,7 +37,7 @@ echo "$*" >>{0}/words
 
 
 @pytest.fixture
-def folder(here, monkeypatch) -> Path:
+def folder(here, monkeypatch):
     for name, text in FORMATS.items():
         Path(f"{name}.toml").write_text(text)
     Path("environments").symlink_to(ROOT / "environments")

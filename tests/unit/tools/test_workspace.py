@@ -19,7 +19,7 @@ ENVIRONMENTS = {"alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-s
 
 
 @pytest.fixture
-def lab_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def lab_folder(tmp_path, monkeypatch):
     folder = tmp_path / "My Lab"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -46,8 +46,7 @@ COMMANDS = {"vf-rl": "vf-rl", "prime-rl": "prime-rl", "rl": "prime-rl"}  # by fo
 
 
 @pytest.mark.parametrize(
-    ("kind", "folders"),
-    [(["--vf-rl"], {"vf-rl"}), (["--prime-rl"], {"prime-rl"} | OURS), ([], {"rl", "gepa"} | OURS)],
+    ("kind", "folders"), [(["--vf-rl"], {"vf-rl"}), (["--prime-rl"], {"prime-rl"} | OURS), ([], {"rl", "gepa"} | OURS)]
 )
 def test_lab_setup_writes_runnable_examples_of_the_chosen_format(kind, folders, lab_folder, capsys):
     lab(["setup", *kind, "--size", "cpu"])

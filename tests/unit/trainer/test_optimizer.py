@@ -1,38 +1,33 @@
 """The optimizers: each against an independent calculation, what a checkpoint brings back of it, and learning rates."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from math import inf, nan, sqrt
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch._dynamo as dynamo
 
 from support.models import tiny
 from trireme.base.errors import ConfigError, NotFinite
 from trireme.config.trainer import Optimizer, Scheduler, TrainerModel
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
-from trireme.trainer.optim import adamw_8bit
 from trireme.trainer.optim.muon import orthogonal, rate_of
 from trireme.trainer.optim.optimizer import build_optimizer, lr_factor
-from trireme.trainer.parallel.mesh import World
 from trireme.trainer.step import optimizer_step
 
 Tensors = dict[str, torch.Tensor]
 Saved = tuple[Path, Tensors, Tensors]
 
 
-def state_with(folder: Path, world: World, kind: str) -> TrainerState:
+def state_with(folder, world, kind):
     model = load_model(TrainerModel(), str(folder), world)
     return TrainerState(model=model, optimizer=build_optimizer(model, Optimizer(type=kind, lr=1e-2, weight_decay=0.1)))
 
 
 @pytest.fixture(scope="module")
-def saved_by(tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+def saved_by(tiny_model, world, tmp_path_factory):
     """The folder of a checkpoint after two steps, what it holds, and what one more step makes of that."""
 
     @cache
@@ -46,12 +41,12 @@ def saved_by(tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFa
     return saved
 
 
-def next_content(state: TrainerState, world: World) -> Tensors:
+def next_content(state, world):
     tiny.train_step(state, tiny.random_samples([30], seed=2), world)
     return tiny.content_of(state)
 
 
-def resumed(kind: str, folder: Path, tiny_model: Path, world: World) -> TrainerState:
+def resumed(kind, folder, tiny_model, world):
     state = state_with(tiny_model, world, kind)
     tiny.open_store(folder, world).resume(state, resume=True)
     return state
@@ -92,66 +87,6 @@ def test_moments_in_codes_of_an_earlier_version_are_refused(tiny_model, world, t
     tiny.save(tmp_path, state, world)
     with pytest.raises(ConfigError, match="codes without `ranges`"):
         resumed("adamw_8bit", tmp_path, tiny_model, world)
-
-
-def test_8_bits_hold_a_quarter_of_what_32_do_and_little_more():
-    module = torch.nn.Linear(256, 256)
-    optimizer = build_optimizer(module, Optimizer(type="adamw_8bit", lr=1e-3))
-    module.weight.grad = torch.randn(256, 256)
-    optimizer.step()
-    state = optimizer.state[module.weight]
-    num_bytes = sum(tensor.numel() * tensor.element_size() for key, tensor in state.items() if key != "step")
-    assert num_bytes == 2 * 256 * 256 + 3 * 4 * 2 * 256  # two codes per value, and 3 numbers for each half of a row
-
-
-@pytest.mark.parametrize(
-    "shape_of",
-    [
-        *(lambda normal, _, scale=scale: scale * normal for scale in (1.0, 1e-5, 1e-7)),
-        lambda normal, uniform: normal * 10 ** (-3 * uniform[0]),
-        lambda normal, uniform: normal * (uniform < 0.05),
-        lambda normal, _: normal * torch.where(torch.arange(256) == 7, 3000.0, 1.0),
-    ],
-    ids=["1", "1e-5", "1e-7", "rms of 1 to 1e-3", "one in twenty not 0", "one channel 3,000 times larger"],
-)
-def test_8_bits_go_the_way_that_32_go_whatever_the_gradients(shape_of):
-    size, generator = (300, 16, 256), torch.Generator().manual_seed(0)
-    gradients = shape_of(torch.randn(size, generator=generator), torch.rand(size, generator=generator))
-    ways, largest = {}, {}
-    for kind in ("adamw", "adamw_8bit"):
-        module = torch.nn.Linear(256, 16, bias=False)
-        torch.nn.init.zeros_(module.weight)
-        optimizer = build_optimizer(module, Optimizer(type=kind, lr=1e-4))
-        steps = []
-        for gradient in gradients:
-            before = module.weight.detach().clone()
-            module.weight.grad = gradient
-            optimizer.step()
-            steps.append((module.weight.detach() - before).abs().max())
-        ways[kind], largest[kind] = module.weight.detach(), max(steps)
-    assert largest["adamw_8bit"] < 2.5 * largest["adamw"]
-    assert (ways["adamw_8bit"] - ways["adamw"]).norm() < 0.05 * ways["adamw"].norm()
-    assert not torch.equal(ways["adamw_8bit"], ways["adamw"])
-
-
-def test_the_compiled_step_of_8_bits_covers_every_shape_of_a_model(monkeypatch):
-    """And is the step that a CPU takes. torch's default is to compile a function for eight shapes."""
-    shapes = [*((64 * each, 128) for each in range(1, 7)), *((32, 256 * each) for each in range(1, 7))]
-    shapes += [(32,), (96,), (128,)]
-    made = []
-    eager = adamw_8bit._take_step
-    for step in (eager, torch.compile(eager, backend="eager", **adamw_8bit.COMPILED)):
-        monkeypatch.setattr(adamw_8bit, "_take_step", step)
-        draw = torch.Generator().manual_seed(0)
-        module = torch.nn.ParameterList(torch.randn(shape, generator=draw) for shape in shapes)
-        optimizer = build_optimizer(module, Optimizer(type="adamw_8bit", lr=1e-2, weight_decay=0.1))
-        with dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            for _ in range(2):
-                for weight in module:
-                    weight.grad = torch.randn(weight.shape, generator=draw)
-                optimizer.step()
-        made.append([weight.detach() for weight in module])
-    assert all(map(torch.equal, *made))
 
 
 def test_orthogonal_update_has_singular_values_near_one():
@@ -205,7 +140,7 @@ def test_norms_and_biases_are_exempt_from_weight_decay():
     assert groups == {(2, 4, 6): (True, 0.1), (2, 6): (False, 0.0), (6,): (False, 0.0)}
 
 
-def step_with(value: float, state: TrainerState, config: Optimizer) -> float:
+def step_with(value, state, config):
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, value)
     return optimizer_step(state, config)["skipped_in_a_row"]
@@ -256,7 +191,7 @@ HALF = sqrt(0.5)
         ("wsd", {}, [1.0, 1.0, 1.0, 0.0]),
     ],
 )
-def test_schedules_by_hand(kind: str, settings: dict[str, Any], expected: list[float]) -> None:
+def test_schedules_by_hand(kind, settings, expected):
     last, scheduler = len(expected) - 1, Scheduler(type=kind, **settings)
     found = [lr_factor(step, Optimizer(lr=1.0), scheduler, max_steps=last) for step in range(last + 1)]
     assert found == pytest.approx(expected)
@@ -264,6 +199,6 @@ def test_schedules_by_hand(kind: str, settings: dict[str, Any], expected: list[f
     assert beyond == (1.0 if kind == "constant" else settings.get("min_lr", 0.0))
 
 
-def test_a_tenth_of_the_run_is_decay_unless_configured() -> None:
+def test_a_tenth_of_the_run_is_decay_unless_configured():
     assert [Scheduler(type="wsd").decay_of(steps) for steps in (5, 10, 99, 200)] == [1, 1, 9, 20]
     assert Scheduler(type="wsd", decay_steps=3).decay_of(200) == 3

@@ -11,7 +11,7 @@ FULL_CPU = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memo
 
 
 @pytest.mark.parametrize(("error", "asked"), [(FULL, "Tried to allocate 2.00 GiB"), (FULL_CPU, "allocate 8 bytes")])
-def test_it_says_what_was_asked_for_what_is_cheapest_and_where_to_see_more(error: RuntimeError, asked: str) -> None:
+def test_it_says_what_was_asked_for_what_is_cheapest_and_where_to_see_more(error, asked):
     for table in ("trainer.", ""):  # keys of the user's own file
         with pytest.raises(ConfigError) as caught, explain_out_of_memory(table):
             raise error

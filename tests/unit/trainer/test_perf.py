@@ -1,7 +1,5 @@
 """The rates that a trainer reports are of the work that a model needs, no more."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,7 +21,7 @@ def built(kind: str, **more: object) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
 
 
-def test_flops_count_only_matrices_that_a_token_meets(tiny_model: Path) -> None:
+def test_flops_count_only_matrices_that_a_token_meets(tiny_model):
     """An embedding is only looked up; of the experts a token meets 2; a frozen parameter costs 4 instead of 6."""
     attention = 2 * (2 * 64 * 128 + 2 * 64 * 64)
     head = 128 * 64
@@ -40,13 +38,13 @@ def test_flops_count_only_matrices_that_a_token_meets(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "more"), [("qwen3", {}), ("qwen3_moe", EXPERTS)])
-def test_the_plan_and_the_trainer_count_the_same_work(kind: str, more: dict[str, int]) -> None:
+def test_the_plan_and_the_trainer_count_the_same_work(kind, more):
     planned = model_flops(architecture_of({"model_type": kind, **SIZES, **more}), 300.0)
     assert planned == flops_per_token(built(kind, **more), 300.0)
     assert peak_memory(torch.device("cpu"))["perf/peak_memory_gib"] > 0
 
 
-def test_used_experts_are_counted_under_the_option_name_of_a_family() -> None:
+def test_used_experts_are_counted_under_the_option_name_of_a_family():
     """Gemma 4, with 2 layers and experts of 3 matrices here."""
     more = {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 16, "global_head_dim": 32}
     more |= {"hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"]}
@@ -57,7 +55,7 @@ def test_used_experts_are_counted_under_the_option_name_of_a_family() -> None:
     assert [layer.experts.used for layer in planned.layers if layer.experts] == [3, 3]
 
 
-def test_a_gpu_is_known_by_whole_words_of_its_name() -> None:
+def test_a_gpu_is_known_by_whole_words_of_its_name():
     names = ("NVIDIA L40", "NVIDIA L40S", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB")
     found = [chip_called(name) for name in (*names, "NVIDIA GeForce RTX 4090")]
     assert found == [CHIPS[key] for key in ("l40", "l40s", "h100", "h100-pcie", "a100-40", "4090")]

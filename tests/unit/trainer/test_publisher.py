@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from inspect import signature
@@ -52,7 +52,6 @@ from trireme.messages import (
 )
 from trireme.monitor.spans import Lane
 from trireme.tools.plan.trainer_memory import Training, training_of
-from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish import publisher as publish
 from trireme.trainer.publish.publisher import Publisher
 from trireme.trainer.publish.served_weights import served_tensors
@@ -152,7 +151,7 @@ class Stand:
 
 
 @pytest.fixture
-def open_stand(tmp_path: Path, tiny_model: Path, world: World) -> Iterator[Callable[..., Stand]]:
+def open_stand(tmp_path, tiny_model, world):
     with ExitStack() as stack:
 
         def opened(
@@ -210,7 +209,7 @@ def test_a_version_whose_probe_is_not_finite_never_reaches_an_engine(open_stand)
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses(monkeypatch):
     monkeypatch.setattr(publish, "BACKOFF_S", 0.01)
     monkeypatch.setattr(publish, "LONGEST_BACKOFF_S", 0.01)
 
@@ -369,7 +368,7 @@ def test_a_transfer_needs_the_memory_of_two_buckets_and_one_tensor(open_stand, t
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch):
     for name in ("synchronize", "ipc_collect", "current_device"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="here"))

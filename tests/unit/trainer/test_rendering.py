@@ -296,7 +296,7 @@ def test_columns_that_an_entry_never_had_are_not_in_it(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+def tokenizer(tiny_model):
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
@@ -471,7 +471,7 @@ def showing(*parts: object) -> dict[str, Any]:
 
 
 @pytest.fixture
-def seeing(tmp_path: Path) -> Path:
+def seeing(tmp_path):
     return write_seeing_model(tmp_path / "model")
 
 

@@ -37,7 +37,6 @@ CUT = Loss(kl_tau=0.1, ratio_low=0.2, ratio_high=5.0)
 POLICY = policy_gradient(CUT)
 Tensors = dict[str, torch.Tensor]
 
-
 Tokens = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -101,12 +101,12 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("run")
 
 
 @pytest.fixture(scope="module")
-def straight(folder: Path, tiny_model: Path) -> FakeOrchestrator:
+def straight(folder, tiny_model):
     return run(folder, tiny_model)
 
 

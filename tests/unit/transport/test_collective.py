@@ -3,7 +3,7 @@
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from importlib.util import find_spec
@@ -54,7 +54,7 @@ class NcclGroup:
 
 
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NcclGroup]]:
+def groups(monkeypatch):
     """The process groups that are made. Tensors on the GPU have no data."""
     made: list[NcclGroup] = []
     monkeypatch.setattr(collective, "_process_group", lambda *_: made.append(NcclGroup()) or made[-1])

@@ -16,7 +16,7 @@ Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "
 
 SHORT = {2: 192, 4: 64}
 """Tokens of a sample up to which a CPU has attention written out, by bytes of a number:
-`trainer/model/cpu_attention.py`."""
+`trainer/model/packing/attention.py`."""
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import PurePath
 from typing import Any
 
-from trireme.config.rows.machine import has_gpus
+from trireme.base.devices import Devices, detect_devices
 from trireme.config.translation import Refused, Rule, Settings, value_at
 
 NO_GPU = "this machine shows no GPU"
 HARDWARE = "tunes hardware only"
 ALWAYS = "always so here"
+
+
+_MACHINE: ContextVar[Devices | None] = ContextVar("machine", default=None)
+
+
+@contextmanager
+def on_machine(devices: Devices) -> Iterator[None]:
+    """Translate for other devices than those of this machine, such as a cluster's."""
+    before = _MACHINE.set(devices)
+    try:
+        yield
+    finally:
+        _MACHINE.reset(before)
+
+
+def has_gpus() -> bool:
+    return bool((_MACHINE.get() or detect_devices()).gpus)
 
 
 def is_off(value: Any) -> bool:

@@ -62,9 +62,11 @@ def set_algorithm(above: str) -> Rule:
             raise Refused(
                 'expected `sampling.source = "policy"` with it: only the policy\'s own tokens are trained on.'
             )
-        # An empty table asks for the penalty with its defaults.
+        # An empty table asks for the penalty with its defaults, which are the same here.
         if not is_off(penalty := algo.get("length_penalty")):
-            refuse_penalty(penalty)
+            given = {key: value for key, value in penalty.items() if key != "type"}
+            settings |= {f"{above}.length_penalty.{key}": value for key, value in given.items()}
+            settings[f"{above}.length_penalty.type"] = "group_linear"
         return settings
 
     return rule
@@ -97,18 +99,6 @@ def _distil(table: str, teacher: Any) -> Settings:
     address = str(teacher["base_url"]).removesuffix("/").removesuffix("/v1")
     settings = {f"{table}.base_url": address, f"{table}.reward_weight": 0.0}
     return settings | ({f"{table}.model": teacher["name"]} if teacher.get("name") else {})
-
-
-def refuse_penalty(penalty: dict[str, Any]) -> None:
-    """Raises: Refused, unless all of its weights are 0."""
-    defaults = {"num_output_tokens_weight": 0.25, "num_input_tokens_weight": 0.1, "num_turns_weight": 0.1}
-    weights = {key: float(penalty.get(key, default)) for key, default in defaults.items()}
-    if any(weights.values()):
-        raise Refused(
-            f"its length penalty ({', '.join(f'{key} = {value:g}' for key, value in weights.items())}) is not here: it "
-            "weighs tokens and turns by the group's mean reward. The nearest is `[orchestrator.length_penalty]` with "
-            '`type = "relative"`.'
-        )
 
 
 def set_mode(mode: str, table: dict[str, Any]) -> Settings | str:
@@ -240,8 +230,13 @@ def set_validation(table: dict[str, Any], given: dict[str, Any]) -> Settings | s
     return {f"orchestrator.eval.{ours}": table[theirs] for theirs, ours in names.items() if theirs in table}
 
 
-def set_count(ours: str) -> Rule:
-    return lambda count, table: {ours: None if count == -1 else count}
+def set_count(ours: str, of_all: str = "") -> Rule:
+    """Return a rule for a number of examples, of which -1 is all.
+
+    Args:
+        of_all: the key of all sources, for that of one, which would take it if it had none.
+    """
+    return lambda count, table: {of_all or ours: None} if count == -1 else {ours: count}
 
 
 def set_eval_rollouts(above: str) -> Rule:

@@ -2,10 +2,10 @@
 
 Example:
     async with open_environment(config, logs=paths.logs) as environment:
-        done = await environment.run(RunTask(task="0-17-3", index=17, sampling={...}), ask)
+        done = await environment.run(Session(RunTask(task="0-17-3", index=17, sampling={...}), ask))
 
-`ask` is called for each model turn and returns a Reply. What it raises comes out of `run`, and cancelling the caller
-cancels it.
+The session is asked for each model turn and returns a Reply. What it raises comes out of `run`, and cancelling the
+caller cancels it.
 
 Failures of a rollout:
 - Its environment or its reward function raises: `RolloutFailed`, for this rollout only.
@@ -38,13 +38,12 @@ from trireme.base.log import get_logger
 from trireme.base.processes import raise_open_files
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.journal.requests import RequestLog
 from trireme.orchestrator.environments.metric_names import MetricNames
 from trireme.orchestrator.environments.programs import AgentPrograms, listen
 from trireme.orchestrator.environments.venv import environment_python, find_environment
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S, EnvironmentWorker, WorkerDied
-from trireme.orchestrator.session.session import AskPolicy, RolloutFailed, Session, cancel_all
-from trireme.orchestrator.session.wire import Done, Load, Ready, RunTask
+from trireme.orchestrator.session.session import RolloutFailed, Session, cancel_all
+from trireme.orchestrator.session.wire import Done, Load, Ready
 
 if TYPE_CHECKING:
     from trireme.orchestrator.gateway.server import Gateway
@@ -210,80 +209,86 @@ class Environment:
                 f"`max_concurrent` to {group_size} or more, or lower `rollouts_per_example`."
             )
 
-    async def run(
-        self,
-        task: RunTask,
-        ask: AskPolicy,
-        *,
-        on_retry: Callable[[], None] = lambda: None,
-        requests: RequestLog | None = None,
-    ) -> Done:
+    async def run(self, session: Session) -> Done:
         """Run and score one rollout.
-
-        Args:
-            on_retry: called before the rollout is issued again; what it has asked so far is void.
-            requests: the file to which the requests of its agent program are written.
 
         Raises:
             RolloutFailed: for a reason of its own.
             PeerDied: all workers of the environment are dead and could not be restarted.
         """
-        session = Session(task, ask, self.config.rollout_timeout_s, on_retry)
+        session.timeout_s = self.config.rollout_timeout_s
         if self.gateway is None:
             return await self._run(session)
-        if self.offers is not None:
-            return await self._run_with_client(session, self.gateway, self.offers)
 
         # requests are written only for programs that may outlive this process, and are resumed then
-        session.requests = requests if self._programs is not None else None
+        if session.log is not None:
+            session.log.keeps_requests = self._programs is not None
+        play = self._run_with_programs if self.offers is None else self._run_with_client
+        why = "its rollout is over"
         try:
-            return await self._run_with_programs(session, self.gateway)
-        except BaseException:
+            done = await play(session, self.gateway)
+            self.gateway.close(session.task.api_key, why)
+            return done
+        except BaseException as error:
+            why = f"its rollout failed: {error}" if isinstance(error, RolloutFailed) else why
+            self.gateway.close(session.task.api_key, why)
             if self._programs is not None:  # its worker ends them, too, unless that is dead
-                await asyncio.shield(self._programs.end(task.task))
+                await asyncio.shield(self._programs.end(session.task.task))
             raise
 
-    async def _run_with_client(self, session: Session, gateway: Gateway, offers: Offers) -> Done:
+    async def _run_with_client(self, session: Session, gateway: Gateway) -> Done:
         """Run a rollout that a client of a user's own harness plays. The client outlives the environment's worker."""
         from trireme.orchestrator.gateway.sessions import OfferedEndpoint  # it imports a web framework
 
-        with OfferedEndpoint(gateway, session) as endpoint:
-            endpoint.open()
-            async with offers.offer(endpoint):
-                return await endpoint.watch(self._run(endpoint.played))
+        async def keep_on() -> None:
+            pass  # the client does not notice that the environment's worker has died
+
+        assert self.offers is not None
+        endpoint = OfferedEndpoint(gateway, session).open()
+        try:
+            async with self.offers.offer(endpoint):
+                session.play = endpoint.play
+                done = await self._run(session, keep_on)
+        finally:
+            session.play = None  # each holds the other, and garbage is collected rarely
+        done.given_up = endpoint.unread()
+        return done
 
     async def _run_with_programs(self, session: Session, gateway: Gateway) -> Done:
         """Run a rollout that agent programs play."""
         from trireme.orchestrator.gateway.endpoint import Endpoint  # it imports a web framework
 
-        with Endpoint(gateway, session, has_traces=self.config.agent is None) as endpoint:
-            # the program of an earlier orchestrator may still be there
-            name, programs = session.task.task, self._programs
-            key = programs.found.pop(name, None) if programs is not None else None
-            if key is None:
-                endpoint.open()
-            elif not await endpoint.resume(key):
-                # its earlier turns cannot be read from disk, so the program cannot be answered any more
-                assert programs is not None
-                await programs.end(name)
-                endpoint.restart()
+        # the program of an earlier orchestrator may still be there
+        name, programs, has_traces = session.task.task, self._programs, self.config.agent is None
+        found = programs.found.pop(name, "") if programs is not None else ""
+        endpoint = Endpoint(gateway, session, has_traces, found)
+        if not found:
+            endpoint.open()
+        elif not await endpoint.resume():
+            # its earlier turns cannot be read from disk, so the program cannot be answered any more
+            assert programs is not None
+            await programs.end(name)
+            endpoint = endpoint.restart()
 
-            async def begin_again() -> None:
-                # its worker has died, and its program may have outlived that
-                if programs is None or name not in await programs.running():
-                    endpoint.restart()
+        async def begin_again() -> None:
+            # its worker has died, and its program may have outlived that
+            nonlocal endpoint
+            if programs is None or name not in await programs.running():
+                endpoint = endpoint.restart()
 
-            try:
-                # a program that outlived the orchestrator, and asked for nothing since, may have given up
-                done = await endpoint.watch(self._run(session, begin_again))
-                if not endpoint.has_lost_program:
-                    return done
-            except RolloutFailed:
-                if not endpoint.has_lost_program:
-                    raise
+        try:
+            done = await self._run(session, begin_again)
+            is_lost = endpoint.has_lost_program
+        except RolloutFailed:
+            if not (is_lost := endpoint.has_lost_program):
+                raise
+        # a program that outlived the orchestrator, and asked for nothing since, may have given up
+        if is_lost:
             log.info("%s: its program ended when the orchestrator died; it is started again", name)
-            endpoint.restart()
-            return await endpoint.watch(self._run(session, begin_again))
+            endpoint = endpoint.restart()
+            done = await self._run(session, begin_again)
+        done.given_up = endpoint.unread()
+        return done
 
     def has_program(self, task: str) -> bool:
         """Return whether a program of this rollout has outlived the orchestrator before this one."""
@@ -293,7 +298,7 @@ class Environment:
         """Run a rollout in a worker, and again in another one if that dies.
 
         Args:
-            begin_again: awaited before it runs again; `session.forget` is called if not given.
+            begin_again: awaited before it runs again; `session.restart` is called if not given.
         """
         task = session.task
         self.check_group_size(task.group_size)
@@ -322,7 +327,7 @@ class Environment:
                 if begin_again is not None:
                     await begin_again()
                 else:
-                    session.forget()
+                    session.restart()
         except RolloutFailed as failure:
             self.counts[COUNTED[failure.stage]] += 1
             raise

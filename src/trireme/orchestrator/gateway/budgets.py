@@ -9,13 +9,21 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from trireme.journal.model_turn import Message
+from trireme.journal.model_turn import Message, TurnRequest
 from trireme.orchestrator.gateway.dialects.turn import Rejected
+from trireme.orchestrator.session.wire import Reply
 
 LARGEST_KEPT = 64 << 20  # bytes of conversations that a session keeps for `previous_response_id`
 LARGEST_KEPT_BY_ALL = 512 << 20
 OVERHEAD = 256  # bytes of memory that a message or a conversation takes in addition to its content
 SMALLEST_COST = 8 << 10  # bytes: a request costs as much as a body of this size
+
+FREE, FREE_PER_TOKEN, PER_MESSAGE = 256 << 10, 64, 256
+"""Bytes of a conversation that its prompt explains: in any case, for each token, and for each message."""
+
+LARGEST_HIDDEN = 64 << 20
+"""Bytes of a session's answered requests that their prompts do not explain, such as reasoning that the chat template
+leaves out. The rollout keeps its conversations, so the model's context would not bound them."""
 
 
 @dataclass
@@ -107,3 +115,39 @@ class KeptResponses:
     @staticmethod
     def _size_of(whole: tuple[bytes, ...]) -> int:
         return OVERHEAD + 8 * len(whole)
+
+
+@dataclass
+class HiddenBytes:
+    """Counts what the prompts of a session's answered requests do not explain, up to `LARGEST_HIDDEN`."""
+
+    num_bytes: int = 0
+
+    def check(self, num_bytes: int, most_bytes: int) -> None:
+        """Refuse a conversation that is too large, also for what the session has sent before. Raises: Rejected."""
+        if num_bytes > most_bytes:  # the conversation of `previous_response_id` counts too
+            raise Rejected("overlong", f"The conversation has {num_bytes >> 20} MiB, at most {most_bytes >> 20}.")
+        # small requests still pass, as they add next to nothing that their prompts do not explain
+        if self.num_bytes > LARGEST_HIDDEN and num_bytes > FREE:
+            raise Rejected(
+                "overlong",
+                f"This session has sent {self.num_bytes >> 20} MiB that its prompts do not show, at most "
+                f"{LARGEST_HIDDEN >> 20}: reasoning, or tools, that the chat template leaves out. Send less.",
+            )
+
+    def count(self, request: TurnRequest, num_bytes: int, task: asyncio.Future[Reply]) -> None:
+        """Count what the prompt of an answered request does not explain. Pictures are not counted, nor kept."""
+        if task.cancelled() or task.exception() is not None:
+            return
+        # what is in the prompt is bounded by the model's context; only the rest can grow without end
+        explained = FREE + FREE_PER_TOKEN * task.result().num_prompt
+        if (hidden := num_bytes + PER_MESSAGE * len(request.messages) - explained) > 0:
+            self.num_bytes += max(0, hidden - sum(map(_picture_bytes, request.messages)))
+
+
+def _picture_bytes(message: Message) -> int:
+    """Return how many bytes of a message are pictures."""
+    content = message["content"]
+    if isinstance(content, str):
+        return 0
+    return sum(len(part["image_url"]["url"]) for part in content if part["type"] == "image_url")

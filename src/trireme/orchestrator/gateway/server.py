@@ -29,7 +29,6 @@ from starlette.types import Receive, Scope, Send
 
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.journal.model_turn import Message
-from trireme.orchestrator.gateway.access import LARGEST_BODY, Access, encode_conversation
 from trireme.orchestrator.gateway.budgets import LARGEST_KEPT_BY_ALL, Inflow
 from trireme.orchestrator.gateway.connections import Connection, Idle
 from trireme.orchestrator.gateway.dialects.anthropic import ANTHROPIC
@@ -46,6 +45,7 @@ from trireme.orchestrator.gateway.dialects.turn import (
     decode_body,
     unread_fields,
 )
+from trireme.orchestrator.gateway.endpoint import LARGEST_BODY, Endpoint, encode_conversation
 from trireme.orchestrator.session.wire import Reply
 from trireme.transport.bearer import ClientDisconnected
 from trireme.transport.bearer import read_body as receive_body
@@ -74,14 +74,14 @@ TRACE_HEADER = "x-session-id"  # verifiers sets it to the id of the agent run th
 
 
 class Gateway:
-    """All sessions, by key, and the application that serves them."""
+    """All endpoints, by key, and the application that serves them."""
 
     def __init__(self, url: str = "", largest_body: int | None = None) -> None:
         self.url = url  # without a path
         self._largest_body = largest_body or LARGEST_BODY
         self._bodies = Inflow("all sessions", BODIES_OF_ALL, 8 * self._largest_body)
         self._named: set[str] = set()  # fields that were named in the log, as they are not obeyed
-        self._open: dict[bytes, Access] = {}  # keyed by the key's digest: a lookup takes as long for a wrong key
+        self._open: dict[bytes, Endpoint] = {}  # keyed by the key's digest: a lookup takes as long for a wrong key
         self._ended: OrderedDict[bytes, str] = OrderedDict()
         self._expected: dict[bytes, asyncio.Event] = {}  # keys of sessions that will be opened again
 
@@ -101,10 +101,11 @@ class Gateway:
         """Let requests of a key wait, as its session outlived the orchestrator and is opened again."""
         self._expected[_digest(key.encode())] = asyncio.Event()
 
-    def open(self, key: str, access: Access) -> None:
-        access.bodies.rate = self._largest_body
-        self._open[_digest(key.encode())] = access
-        self._settle(key)
+    def open(self, endpoint: Endpoint) -> None:
+        """Answer the requests that come with an endpoint's key."""
+        endpoint.bodies.rate = self._largest_body
+        self._open[_digest(endpoint.key.encode())] = endpoint
+        self._settle(endpoint.key)
 
     def _settle(self, key: str) -> None:
         if (expected := self._expected.pop(_digest(key.encode()), None)) is not None:
@@ -112,20 +113,20 @@ class Gateway:
 
     def close(self, key: str, why: str) -> None:
         """End the session of a key. The key is refused from now on, with the reason."""
-        access = self._open.pop(_digest(key.encode()), None)
-        if access is not None:
-            access.close(why)
+        endpoint = self._open.pop(_digest(key.encode()), None)
+        if endpoint is not None:
+            endpoint.end(why)
             self._ended[_digest(key.encode())] = why
             while len(self._ended) > KEPT_KEYS:
                 self._ended.popitem(last=False)
         self._settle(key)
 
     def serve(
-        self, dialect: Dialect, answer: Callable[[Request, Access, Dialect], Awaitable[Response]]
+        self, dialect: Dialect, answer: Callable[[Request, Endpoint, Dialect], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return the endpoint that finds the session of a request and refuses in its dialect."""
+        """Return the handler that finds the endpoint of a request and refuses in its dialect."""
 
-        async def endpoint(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             try:
                 return await answer(request, await self.find(request), dialect)
             except Rejected as refused:
@@ -135,10 +136,10 @@ class Gateway:
             except Exception as error:
                 return refusal(_log_failure(error), dialect)
 
-        return endpoint
+        return handle
 
-    async def find(self, request: Request) -> Access:
-        """Return the session of a request, once it is open again. Raises: Rejected."""
+    async def find(self, request: Request) -> Endpoint:
+        """Return the endpoint of a request's key, once it is open again. Raises: Rejected."""
         for digest in _keys_of(request):
             # a session that outlived the orchestrator is opened again soon, so its program waits and does not fail
             if digest in self._expected:
@@ -155,10 +156,10 @@ class Gateway:
             "restarted. A client of your own opens a session again then.",
         )
 
-    async def receive(self, request: Request, access: Access | None, most_bytes: int | None = None) -> bytes:
+    async def receive(self, request: Request, endpoint: Endpoint | None, most_bytes: int | None = None) -> bytes:
         """Receive the body of a request, within the budgets of its session and of all. Raises: Rejected."""
         most_bytes = most_bytes or self._largest_body
-        budgets = [self._bodies] if access is None else [access.bodies, self._bodies]
+        budgets = [self._bodies] if endpoint is None else [endpoint.bodies, self._bodies]
         # the wait comes first, while the request takes no memory but its head
         for budget in budgets:
             await budget.wait_for_turn()
@@ -183,21 +184,21 @@ class Gateway:
             for budget, num_bytes in zip(budgets, taken, strict=True):
                 budget.settle(num_bytes)
 
-    async def _read(self, request: Request, access: Access, dialect: Dialect) -> tuple[Body, ClientRequest]:
+    async def _read(self, request: Request, endpoint: Endpoint, dialect: Dialect) -> tuple[Body, ClientRequest]:
         """Read a request for a turn. Raises: Rejected."""
-        data = await self.receive(request, access)
+        data = await self.receive(request, endpoint)
         body = decode_body(data, dialect.body)
         if isinstance(body, ResponsesBody):
-            earlier = access.responses.find(body.previous_response_id)
+            earlier = endpoint.responses.find(body.previous_response_id)
             if earlier:  # costs as much as if the client had sent it
-                access.bodies.charge(access.responses.size(body.previous_response_id))
+                endpoint.bodies.charge(endpoint.responses.size(body.previous_response_id))
             asked = read_responses(body, earlier)
         else:
             asked = dialect.read(body)
-        self._name_unread(unread_fields(data, dialect), access)
+        self._name_unread(unread_fields(data, dialect), endpoint)
         return body, asked
 
-    def _name_unread(self, fields: list[str], access: Access) -> None:
+    def _name_unread(self, fields: list[str], endpoint: Endpoint) -> None:
         """Name fields that a request sets and that are not obeyed, each once: the sessions of a program are alike."""
         new = [name for field in fields if (name := repr(field)[:60]) not in self._named]
         # names come from programs, so a limit bounds the log
@@ -207,61 +208,61 @@ class Gateway:
             log.warning(
                 "The program of rollout %s sets %s, which is not, or not wholly, obeyed: sampling comes from the run, "
                 "and variables of the chat template from `chat_template_kwargs`. Each field is named once.",
-                access.name,
+                endpoint.task.task,
                 ", ".join(new),
             )
 
-    async def _answer(self, request: Request, access: Access, dialect: Dialect) -> Response:
-        access.admit()
+    async def _answer(self, request: Request, endpoint: Endpoint, dialect: Dialect) -> Response:
+        endpoint.admit()
         try:
-            body, asked = await self._read(request, access, dialect)
-            if access.has_traces:
+            body, asked = await self._read(request, endpoint, dialect)
+            if endpoint.has_traces:
                 asked.trace = request.headers.get(TRACE_HEADER, "")
             # one encoding gives both the size and the digest by which a retry is recognised
             encoded = encode_conversation(asked)
             num_bytes = len(encoded)
-            access.check_size(num_bytes, 2 * self._largest_body)
+            endpoint.hidden.check(num_bytes, 2 * self._largest_body)
             digest = hashlib.sha256(encoded).hexdigest()
-            task = access.begin(asked, digest, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
+            task = endpoint.begin(asked, digest, is_retry=request.headers.get(RETRY_HEADER, "0") != "0")
         except BaseException:
             # otherwise the request is open until `_TurnResponse` has sent the answer
-            access.num_open -= 1
+            endpoint.num_open -= 1
             raise
 
         # callbacks of the task, as the client may leave before there is an answer
-        task.add_done_callback(partial(access.count_hidden, asked, num_bytes))
+        task.add_done_callback(partial(endpoint.hidden.count, asked, num_bytes))
         if isinstance(body, ResponsesBody) and body.store is not False:
             messages = asked.messages[bool(body.instructions) :]  # each request brings its own instructions
-            task.add_done_callback(partial(self._keep_response, access, messages))
-        return _TurnResponse(access, dialect, asked, digest, task)
+            task.add_done_callback(partial(self._keep_response, endpoint, messages))
+        return _TurnResponse(endpoint, dialect, asked, digest, task)
 
-    def _keep_response(self, access: Access, messages: list[Message], task: asyncio.Future[Reply]) -> None:
+    def _keep_response(self, endpoint: Endpoint, messages: list[Message], task: asyncio.Future[Reply]) -> None:
         """Keep the conversation that a task has answered, unless it failed, for `previous_response_id`."""
-        if access.ended or task.cancelled() or task.exception() is not None:
+        if endpoint.ended or task.cancelled() or task.exception() is not None:
             return
         reply = task.result()
         with suppress(UnicodeEncodeError):  # the client gets an error in its place
-            access.responses.add(f"resp_{reply.call}", [*messages, reply.to_message()])
+            endpoint.responses.add(f"resp_{reply.call}", [*messages, reply.to_message()])
 
         # above the limit of all sessions, the session that keeps most gives up its oldest
         kept = [each.responses for each in self._open.values()]
         while sum(each.num_bytes for each in kept) > LARGEST_KEPT_BY_ALL:
             max(kept, key=lambda each: each.num_bytes).drop_oldest()
 
-    async def _count(self, request: Request, access: Access, dialect: Dialect) -> Response:
-        access.admit()
+    async def _count(self, request: Request, endpoint: Endpoint, dialect: Dialect) -> Response:
+        endpoint.admit()
         try:
-            _, asked = await self._read(request, access, dialect)
-            return as_json({"input_tokens": await access.policy.count(asked)})
+            _, asked = await self._read(request, endpoint, dialect)
+            return as_json({"input_tokens": await endpoint.count(asked)})
         finally:
-            access.num_open -= 1
+            endpoint.num_open -= 1
 
-    async def _transcript(self, request: Request, access: Access, dialect: Dialect) -> Response:
-        if access.num_transcripts >= MOST_TRANSCRIPTS:
+    async def _transcript(self, request: Request, endpoint: Endpoint, dialect: Dialect) -> Response:
+        if endpoint.num_transcripts >= MOST_TRANSCRIPTS:
             raise Rejected("busy", f"{MOST_TRANSCRIPTS} transcripts are being sent.", retry_after_s=2)
-        return _Transcript(access)
+        return _Transcript(endpoint)
 
-    async def _models(self, request: Request, access: Access, dialect: Dialect) -> Response:
+    async def _models(self, request: Request, endpoint: Endpoint, dialect: Dialect) -> Response:
         model: dict[str, Any] = {"id": "policy", "object": "model", "created": 0, "owned_by": "trireme"}
         model |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # for Anthropic's
         return as_json(
@@ -304,13 +305,13 @@ class _TurnResponse(Response):
     """Waits for a turn and sends it: whole, or as a stream of events. Then the session's request is no longer open."""
 
     def __init__(
-        self, access: Access, dialect: Dialect, request: ClientRequest, digest: str, task: asyncio.Future[Reply]
+        self, endpoint: Endpoint, dialect: Dialect, request: ClientRequest, digest: str, task: asyncio.Future[Reply]
     ) -> None:
         super().__init__()
-        self._access, self._dialect, self._request, self._digest, self._task = access, dialect, request, digest, task
+        self._asked = endpoint, dialect, request, digest, task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        access, dialect, request, task = self._access, self._dialect, self._request, self._task
+        endpoint, dialect, request, digest, task = self._asked
         is_delivered = has_begun = False
 
         async def stream(data: bytes, *, is_last: bool = False) -> None:
@@ -344,7 +345,7 @@ class _TurnResponse(Response):
             except Rejected as error:
                 refused = error
             except asyncio.CancelledError:
-                refused = Rejected("ended", f"The session has ended: {access.ended}.")
+                refused = Rejected("ended", f"The session has ended: {endpoint.ended}.")
             except Exception as error:
                 refused = _log_failure(error)
 
@@ -358,17 +359,17 @@ class _TurnResponse(Response):
             is_delivered = not gone.done()
         finally:
             gone.cancel()
-            access.num_open -= 1
-            access.settle(self._digest, task, is_delivered=is_delivered)
+            endpoint.num_open -= 1
+            endpoint.settle(digest, task, is_delivered=is_delivered)
 
 
 class _Transcript(Response):
     """Sends the messages of a session's longest conversation piece by piece, no faster than the client reads."""
 
-    def __init__(self, access: Access) -> None:
-        super().__init__(msgspec.json.encode({"messages": access.policy.transcript()}), media_type="application/json")
-        self._access = access
-        access.num_transcripts += 1
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__(msgspec.json.encode({"messages": endpoint.transcript}), media_type="application/json")
+        self._endpoint = endpoint
+        endpoint.num_transcripts += 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -378,7 +379,7 @@ class _Transcript(Response):
                 await send({"type": "http.response.body", "body": self.body[at : at + PIECE], "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self._access.num_transcripts -= 1
+            self._endpoint.num_transcripts -= 1
 
 
 def _log_failure(error: Exception) -> Rejected:

@@ -15,7 +15,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -27,12 +27,11 @@ from trireme.base.faults import reach
 from trireme.base.network import is_loopback
 from trireme.base.token import TOKEN, token
 from trireme.base.waiting import Waits
-from trireme.orchestrator.gateway.access import Access
 from trireme.orchestrator.gateway.dialects.chat import CHAT
 from trireme.orchestrator.gateway.dialects.turn import Dialect, Rejected, decode_body
 from trireme.orchestrator.gateway.endpoint import Endpoint
 from trireme.orchestrator.gateway.server import Gateway, as_json, refusal, wait_for_disconnect
-from trireme.orchestrator.session.session import RolloutFailed, Session
+from trireme.orchestrator.session.session import RolloutFailed
 from trireme.orchestrator.session.wire import Ask, Played, Reply, RunTask, check_rewards
 from trireme.transport.bearer import ClientDisconnected, RequireToken
 
@@ -82,12 +81,7 @@ class OfferedEndpoint(Endpoint):
         self.outcome: asyncio.Future[Outcome] = create_future()
         self.has_reward = False  # its environment can score it
 
-    @property
-    def played(self) -> Session:
-        """Return the session for the environment's worker, whose death the client does not notice."""
-        return replace(self.session, ask=self._wait_for_outcome, forget=lambda: None)
-
-    async def _wait_for_outcome(self, question: Ask) -> Reply:
+    async def play(self, question: Ask) -> Reply:
         """Show the client its example, and return what it has made of that. Raises: RolloutFailed if it gives up."""
         self.has_reward = question.has_reward
         if not self.shown.done():  # the client may have it already, from a worker that has died
@@ -96,7 +90,7 @@ class OfferedEndpoint(Endpoint):
         outcome = self.outcome.result()
         if outcome.error is not None:
             raise RolloutFailed("rollout", f"the client gave it up: {outcome.error:.2000}")
-        return Reply(played=Played(messages=self.transcript(), reward=outcome.reward, metrics=outcome.metrics))
+        return Reply(played=Played(messages=self.transcript, reward=outcome.reward, metrics=outcome.metrics))
 
 
 @dataclass
@@ -229,7 +223,7 @@ class Offers:
             # the client learns the key of its session, with which it reaches the model and posts the reward
             reach("session.taken")
             address = str(request.base_url).rstrip("/")
-            shown = {"id": rollout.id, "api_key": rollout.task.api_key, "base_url": f"{address}/v1", "gateway": address}
+            shown = {"id": rollout.id, "api_key": rollout.key, "base_url": f"{address}/v1", "gateway": address}
             task = rollout.task
             which = {"env": self.env, "rollout": task.task, "split": task.split, "index": task.index}
             return as_json(shown | which | rollout.shown.result())
@@ -264,9 +258,9 @@ class Offers:
             return refusal(refused, CHAT)
         return as_json({"state": "open", "num_turns": rollout.num_turns})
 
-    async def _finish(self, request: Request, access: Access, dialect: Dialect) -> Response:
-        rollout = self._find(request, access)
-        outcome = decode_body(await self.gateway.receive(request, access, LARGEST_BODY), Outcome)
+    async def _finish(self, request: Request, endpoint: Endpoint, dialect: Dialect) -> Response:
+        rollout = self._find(request, endpoint)
+        outcome = decode_body(await self.gateway.receive(request, endpoint, LARGEST_BODY), Outcome)
         # refused before the session ends, so that the client can correct its request
         if outcome.error is None:
             if outcome.reward is None and not rollout.has_reward:
@@ -282,12 +276,12 @@ class Offers:
             raise Rejected("ended", "The session has ended: its reward was posted.")
         rollout.outcome.set_result(outcome)
         reach("session.rewarded")
-        self.gateway.close(rollout.task.api_key, "its reward was posted")
+        self.gateway.close(rollout.key, "its reward was posted")
         return as_json({"state": "ended"})
 
-    def _find(self, request: Request, access: Access) -> OfferedEndpoint:
+    def _find(self, request: Request, endpoint: Endpoint) -> OfferedEndpoint:
         """Return the open rollout of a session's key, which the path must name. Raises: Rejected."""
         rollout = self._open.get(request.path_params["id"])
-        if rollout is None or rollout.task.task != access.name:
+        if rollout is None or rollout is not endpoint:
             raise Rejected("unknown", "This API key belongs to another session than the one of the path.")
         return rollout

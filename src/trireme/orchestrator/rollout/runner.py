@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-import msgspec
-
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
@@ -21,17 +19,15 @@ from trireme.config.orchestrator import Sampling, sampling_notes
 from trireme.config.run import RunConfig
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
-from trireme.journal.requests import RequestLog
-from trireme.journal.turns import TurnLog, newest_attempts, turns_file
+from trireme.journal.turns import RolloutLog, newest_attempts, turns_file
 from trireme.orchestrator.engines.pool import InferencePool
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import rewrites_always
-from trireme.orchestrator.rollout.conversation import Conversation
-from trireme.orchestrator.rollout.pictures import ConversationPictures, read_transcript
+from trireme.orchestrator.rollout.pictures import ConversationPictures
+from trireme.orchestrator.rollout.sampled_session import SampledSession
 from trireme.orchestrator.rollout.sampling import (
     ArgumentNotes,
-    TurnSampling,
     ignored_arguments,
     merge_template_kwargs,
     replaced_arguments,
@@ -116,7 +112,7 @@ class RolloutRunner:
         self._rewritten: set[tuple[str, int]] = set()  # environments and examples with a conversation that it rewrote
 
         # only a synchronous run samples each rollout with the same weights every time, so only there a seed repeats it
-        self._run_seed = config.seed if config.synchronous else None
+        self.run_seed = config.seed if config.synchronous else None
         for note in sampling_notes(config.orchestrator.sampling):
             log.warning("%s", note)
 
@@ -160,60 +156,36 @@ class RolloutRunner:
             RolloutFailed: see `Environment.run`; or nothing was sampled.
             ConfigError: the chat template rewrites all earlier turns, so that no rollout could be one sample.
         """
-        turns = TurnSampling(
-            sampling,
-            run_seed=self._run_seed,
-            key=spec.name,
-            attempt=spec.attempt,
-            trained=trained,
-            vocab_size=self.tokenizer.vocab_size or self.tokenizer.num_tokens,
-        )
-
         # a program may outlive this process: its turns and requests are on disk before it gets an answer
-        kept, requests = None, None
+        kept = None
         if self.journal is not None and trained and environment.uses_gateway:
-            file = turns_file(self.journal, spec.name, spec.attempt)
-            kept, requests = await asyncio.to_thread(TurnLog, file), RequestLog(file.with_suffix(".requests"))
+            kept = await asyncio.to_thread(RolloutLog, turns_file(self.journal, spec.name, spec.attempt))
 
-        # variables of the chat template: the environment's table replaces the run's, and each turn's request both
-        table = {"chat_template_kwargs": environment.config.chat_template_kwargs}
-        template = self.read_by_template(sampling.template_request, table)
-        conversation = Conversation(self, turns, environment, spec.example, trained, kept, template)
-
-        task = spec.task(environment, turns.own)
+        session = SampledSession(self, environment, spec, sampling, trained=trained, log=kept)
         try:
-            answer, restart = conversation.answer, conversation.restart
-            done = await environment.run(task, answer, on_retry=restart, requests=requests)
+            done = await environment.run(session)
+            self.note_distortion(environment.name, session.sampling.distorted)
+            return await session.finish(done)
         except RolloutFailed as failure:
-            raise conversation.explain(failure) from failure.__cause__
+            session.explain(failure)
+            raise
         finally:
-            conversation.close()
-        try:
-            # the journal names pictures by their digests, so the transcript must not hold their data
-            prompt, completion = [await read_transcript(each, self.pictures) for each in (done.prompt, done.completion)]
-        except ValueError as error:
-            raise RolloutFailed("rollout", f"the conversation that the environment reports has {error}") from error
+            session.close()
 
-        done = msgspec.structs.replace(done, prompt=prompt, completion=completion)
-        distorting = (environment.name, *sorted(turns.distorted))
-        # once per set of arguments, as an environment sends them with each turn; `sampling_notes` covers the run's own
-        if turns.distorted and distorting not in self._warned:
-            self._warned.add(distorting)
-            log.warning(
-                "environment %s: its sampling arguments %s make the engine sample from another distribution than the "
-                "trainer can compute, so importance ratios are off by it - leave them out of the environment, unless "
-                "that is meant.",
-                environment.name,
-                ", ".join(distorting[1:]),
-            )
-
-        issued = {"env": environment.name, "example": spec.example, "attempt": spec.attempt}
-        try:
-            return conversation.finish(done, issued | {"temperature": sampling.temperature})
-        except RolloutFailed as failure:
-            raise conversation.explain(failure) from failure.__cause__
-        finally:
-            conversation.trajectory.release()
+    def note_distortion(self, environment: str, arguments: set[str]) -> None:
+        """Warn once per set of arguments, as an environment sends them with each turn. `sampling_notes` covers the
+        run's own."""
+        distorting = (environment, *sorted(arguments))
+        if not arguments or distorting in self._warned:
+            return
+        self._warned.add(distorting)
+        log.warning(
+            "environment %s: its sampling arguments %s make the engine sample from another distribution than the "
+            "trainer can compute, so importance ratios are off by it - leave them out of the environment, unless "
+            "that is meant.",
+            environment,
+            ", ".join(distorting[1:]),
+        )
 
     def read_by_template(self, *requests: dict[str, Any]) -> dict[str, Any]:
         """Return the variables that requests give the chat template and that it reads. Raises ValueError."""

@@ -309,7 +309,7 @@ class Trajectory:
         if turn is not sample.last:
             return
 
-        # `TurnLog` has this turn on disk; the digest of its prompt says later why no sample has it
+        # `RolloutLog` has this turn on disk; the digest of its prompt says later why no sample has it
         self.taken_back.append(PromptDigests(sample.ids, sample.pictures).before(turn.begin))
         del self._turns[number]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from trireme.base.errors import TriremeError
-from trireme.journal.requests import RequestLog
+from trireme.journal.turns import RolloutLog
 from trireme.orchestrator.session import wire
 from trireme.orchestrator.session.wire import Ask, Done, GaveUp, Held, Reply, RunTask
 
@@ -32,7 +33,11 @@ class RolloutFailed(TriremeError):
 
 @dataclass(eq=False)
 class Session:
-    """One live rollout: its task, who answers its model turns, its deadline, and how it ended.
+    """One live rollout: its task, who answers its model turns, its turns on disk, its deadline, and how it ended.
+
+    Requests come from the worker's socket (`deliver`), or over HTTP from a program or a client (`gateway/endpoint.py`);
+    each way in awaits `answer`. In a `SampledSession` our engines answer, and their tokens are kept. In any other one a
+    script does.
 
     Produces: answers to the model turns that the worker asks for. Waits for: the worker's messages. Woken by:
     `deliver`, which the connection calls.
@@ -41,33 +46,49 @@ class Session:
     """
 
     task: RunTask
-    ask: AskPolicy
-    timeout_s: float
-    forget: Callable[[], None] = lambda: None  # called before it begins again: what it has asked so far is void
-    requests: RequestLog | None = None  # file of its requests, for a program that outlives this process
+    ask: AskPolicy | None = None  # the script; None if `answer` is another one
+    forget: Callable[[], None] = lambda: None  # tells the script that it begins again
+    log: RolloutLog | None = None  # its turns on disk, and the requests of a program that may outlive this process
+    timeout_s: float = 3600.0  # `rollout_timeout_s`, which the environment fills in
+    play: Callable[[Ask], Coroutine[Any, Any, Reply]] | None = None
+    """Answers the worker if a client plays: with the outcome, in place of a turn."""
     num_deaths: int = 0  # deaths of workers that ran it
     is_held: bool = False  # it is over, and only waits for the others of its group
+    _failure: Exception | None = None  # raised by answering a program or a client, and ends the rollout in any worker
+    _end: Done | wire.Error | BaseException | None = None
+    _ended: asyncio.Future[None] | None = None  # None: no worker has begun it yet
+
+    async def answer(self, request: Ask) -> Reply:
+        """Answer a request for a model turn. What it raises ends the rollout."""
+        assert self.ask is not None, f"nothing answers rollout {self.task.task}"
+        return await self.ask(request)
+
+    def restart(self) -> None:
+        """Begin again: what it has asked so far is void."""
+        self.forget()
 
     def begin(self, on_held: Callable[[], None]) -> None:
         """Begin in a worker. `on_held` is called when it is over and only waits for the others of its group."""
         self._on_held = on_held
-        self._answering: set[asyncio.Task[None]] = set()  # named after their calls
+        self._answering: set[asyncio.Task[Reply]] = set()  # named after their calls
         self._given_up: list[str] = []  # calls
-        self._end: Done | wire.Error | Exception | None = None
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._end, self._ended = None, asyncio.get_running_loop().create_future()
+        if self._failure is not None:
+            self.deliver(self._failure)
 
     async def follow(self, send: Callable[[wire.ToWorker], None]) -> Done:
         """Answer the worker with `send` until the rollout ends. Its end cancels the answers under way.
 
-        Raises: RolloutFailed, WorkerDied, or what `ask` raised.
+        Raises: RolloutFailed, WorkerDied, or what `answer` raised.
         """
+        assert self._ended is not None, "followed before it was begun"
         self._send = send
         self._limit = asyncio.get_running_loop().call_later(self.timeout_s, self._time_out)
         try:
             await self._ended
             if isinstance(self._end, wire.Error):
                 raise RolloutFailed(self._end.stage, self._end.error, self._end.traceback)
-            if isinstance(self._end, Exception):
+            if isinstance(self._end, BaseException):
                 raise self._end
             assert self._end is not None, "ended without an end"
             return self._end
@@ -76,7 +97,7 @@ class Session:
             self._limit.cancel()
             await cancel_all(self._answering)
 
-    def deliver(self, message: Ask | GaveUp | Held | Done | wire.Error | Exception) -> None:
+    def deliver(self, message: Ask | GaveUp | Held | Done | wire.Error | BaseException) -> None:
         """Take a message of the worker. Anything but an Ask, a GaveUp and a Held ends the rollout."""
         # the first end counts; what comes after a failure or a timeout is ignored
         if self._end is not None:
@@ -97,24 +118,31 @@ class Session:
                 # turns that the environment did not wait for are not trained on
                 message.given_up = self._given_up
             self._end = message
-            if not self._ended.done():  # a caller that was cancelled waits no longer
+            if self._ended is not None and not self._ended.done():  # a caller that was cancelled waits no longer
                 self._ended.set_result(None)
         elif len(self._answering) >= TURNS_AT_ONCE:
             self.deliver(RolloutFailed("rollout", f"asked for more than {TURNS_AT_ONCE} model turns at once"))
         else:
-            answering = asyncio.create_task(self._answer(message), name=message.call)
+            answering = asyncio.create_task((self.play or self.answer)(message), name=message.call)
             self._answering.add(answering)
-            answering.add_done_callback(self._answering.discard)
+            answering.add_done_callback(self._reply)
 
-    async def _answer(self, question: Ask) -> None:
-        try:
-            reply = await self.ask(question)
-        except Exception as error:
-            # what `ask` raised ends the rollout, and is raised to its caller by `follow`
-            self.deliver(error)
+    def _reply(self, answering: asyncio.Task[Reply]) -> None:
+        """Send an answer to the worker. What answering raised ends the rollout, and is raised by `follow`."""
+        self._answering.discard(answering)
+        if answering.cancelled():
             return
-        reply.call = question.call
-        self._send(reply)
+        if (error := answering.exception()) is not None:
+            self.deliver(error)
+        elif self._end is None:
+            reply = answering.result()
+            reply.call = answering.get_name()
+            self._send(reply)
+
+    def fail(self, error: Exception) -> None:
+        """End the rollout with what answering its program or client raised, also if no worker runs it just now."""
+        self._failure = self._failure or error
+        self.deliver(error)
 
     def extend(self) -> None:
         """Extend the timeout of a held rollout: another of its group has begun, ended or failed."""

@@ -26,7 +26,7 @@ from trireme.orchestrator.environments.venv import EnvironmentSource, find_envir
 from trireme.orchestrator.environments.worker_process import LOAD_TIMEOUT_S
 from trireme.orchestrator.evaluation.results import EvalResult, write_eval_results
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome, read_extent, run_rollouts
-from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.session import RolloutFailed, Session
 from trireme.orchestrator.session.wire import Ask, Reply, RunTask, Split
 from trireme.tools import progress
 from trireme.tools.environments.catalog import ROOT
@@ -194,7 +194,7 @@ async def check_solutions(environment: Environment, extent: Extent) -> tuple[dic
     async def solve(example: int, solve: Any) -> tuple[float, str]:
         task = RunTask(task=f"{solve}-{example}", split=extent.split, index=example, solve=solve)
         try:
-            done = await environment.run(task, refuse)
+            done = await environment.run(Session(task, refuse))
             return done.reward, f"task {done.example_id}"
         except RolloutFailed as failure:
             return 0.0, f"example {example} ({failure})"

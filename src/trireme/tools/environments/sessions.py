@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -24,8 +24,8 @@ from trireme.journal.records import Branch
 from trireme.journal.turns import compare_turns, prompt_digest
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.driver import RolloutOutcome
-from trireme.orchestrator.session.session import AskPolicy
-from trireme.orchestrator.session.wire import Ask, Done, Reply, RunTask
+from trireme.orchestrator.session.session import Session
+from trireme.orchestrator.session.wire import Ask, Done, Reply
 from trireme.tools.policies.prompts import SYSTEM
 
 
@@ -118,28 +118,27 @@ class SessionWatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
-    async def run(
-        self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any
-    ) -> Done:
+    async def run(self, played: Session) -> Done:
         """Run a rollout, see `Environment.run`."""
+        task = played.task
         session = self._sessions[task.task] = _Session()
 
         # a rollout that is tried again starts from nothing, and so does its session
         def restart() -> None:
             nonlocal session
             session = self._sessions[task.task] = _Session()
-            on_retry()
+            played.restart()
 
         async def answer(question: Ask) -> Reply:
             if question.only_counts:
-                return await ask(question)
+                return await played.answer(question)
             began = time.monotonic()
-            reply = await ask(question)
+            reply = await played.answer(question)
             if reply.error is None:
                 session.turns.append(_turn(question, reply, began))
             return reply
 
-        done = await self._environment.run(task, answer, on_retry=restart, **more)
+        done = await self._environment.run(Session(task, answer, restart, played.log))
         session.seconds = float(done.info.get("seconds", time.monotonic() - session.began))
         return done
 

@@ -11,7 +11,8 @@ from trireme.base.devices import Devices
 from trireme.config.orchestrator import Environment, Sampling
 from trireme.config.run import RunConfig, Wandb
 from trireme.config.section import Section
-from trireme.tools.formats.translation import Format, RefusedKey, Settings, To, on_gpus
+from trireme.config.translation import Refused, Settings
+from trireme.tools.formats.translation import Format, To, on_gpus
 
 ADAPTER_LR, WHOLE_LR = 1e-5, 1e-6
 """Where the guide to these formats begins, with adapters and without."""
@@ -41,7 +42,7 @@ def only_with(switch: str, ours: str) -> To:
 
     def rule(value: float | None, file: Common, devices: Devices) -> Settings:
         if value is not None and not getattr(file, switch):
-            raise RefusedKey(f"expected `{switch} = true` with it. Add that, or remove the key.")
+            raise Refused(f"expected `{switch} = true` with it. Add that, or remove the key.")
         return {ours: value}
 
     return To(rule, like=ours)
@@ -63,7 +64,7 @@ def split_gpus(num_gpus: int | None, file: Flat, devices: Devices) -> Settings:
 
 def check_pipeline(size: int, file: Flat, devices: Devices) -> Settings:
     if size > 1:
-        raise RefusedKey(
+        raise Refused(
             "expected 1: engines are split by tensors, not by layers, so that each GPU can be sent its weights. "
             "Raise `tensor_parallel_size` instead."
         )

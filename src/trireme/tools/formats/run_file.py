@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,12 +10,14 @@ from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, mark_file, parse_arguments
 from trireme.config.compatibility import Kind, belongs_elsewhere, kind_of
 from trireme.config.files import given_values, read_table
-from trireme.config.load import knows, read_as
+from trireme.config.load import knows, read_as, read_with_lines
 from trireme.config.reference import help_text
 from trireme.config.resolve import resolve
+from trireme.config.rows.rules import on_machine
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
+from trireme.config.translation import their_keys_named
 from trireme.tools.formats.flat import FLAT, HOSTED
 from trireme.tools.formats.translation import Format, Translation, translate
 from trireme.tools.formats.vf_rl import VF_RL
@@ -92,7 +91,7 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
     # Each other flag is a key of the file's format or of ours. If both have it, the file's format wins.
     rest = [flag for flag in flags if flag not in own]
     if kind == "run":
-        theirs, translation = [], Translation(table, (f"{file} is a file of `rl`: nothing had to be translated",))
+        theirs, translation = [], Translation(table)
     else:
         # A flag that neither format knows is taken as theirs, so that it is refused with suggestions from their keys.
         schema = FORMATS[kind].schema
@@ -101,12 +100,18 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
 
     # Our flags are applied to the translated file, so they override what it set.
     ours = [flag for flag in rest if flag not in theirs]
-    with their_keys_named(file, translation):
-        config = read_as(RunConfig, translation.table, where=f"{file}, translated", flags=ours)
+    with their_keys_named(translation.lines):
+        where = file if kind == "run" else f"{file}, translated"
+        with on_machine(devices):
+            config, lines = read_with_lines(RunConfig, translation.table, where=where, flags=ours)
 
     # `--print-config` shows this table with its notes, so both include what was typed.
     typed = (" ".join([flag.name, *flag.values]) + " was typed" for flag in ours)
-    translation = replace(translation, table=given_values(config), notes=(*translation.notes, *typed))
+    if kind == "run":
+        notes = (*map(str, lines), *typed)
+        translation = replace(translation, table=given_values(config), notes=notes, lines=tuple(lines))
+    else:
+        translation = replace(translation, table=given_values(config), notes=(*translation.notes, *typed))
     return TypedRun(file, command, config, translation)
 
 
@@ -116,21 +121,6 @@ def resolve_run(typed: TypedRun, devices: Devices) -> RunConfig:
     Raises: ConfigError that names the keys of the file, too.
     """
     config = resolve(typed.config, devices)
-    with their_keys_named(typed.file, typed.translation):
+    with their_keys_named(typed.translation.lines):
         check(config, devices)
     return config
-
-
-@contextmanager
-def their_keys_named(file: str, translation: Translation) -> Iterator[None]:
-    """Add to an error that names a key of ours the key of the file that it comes from."""
-    try:
-        yield
-    except ConfigError as error:
-        # A key must not match inside of a longer one, such as `name` in `model.name`.
-        found = [
-            f"\n`{ours}` is `{theirs}` in {file}."
-            for ours, theirs in translation.origins.items()
-            if ours != theirs and re.search(rf"(?<![\w.]){re.escape(ours)}(?!\w)", str(error))
-        ]
-        raise ConfigError(f"{error}{''.join(found)}") from None

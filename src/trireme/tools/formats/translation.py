@@ -23,14 +23,10 @@ from trireme.config.load import read_as
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig
 from trireme.config.section import Section, fields_of, find
+from trireme.config.translation import Line, Refused, Settings, nested
 
-Settings = dict[str, Any]  # our dotted key -> value; None leaves our default
 Rule = Callable[[Any, Any, Devices], Settings]
 """A function of a key's value, the whole file and this machine's devices."""
-
-
-class RefusedKey(ValueError):
-    """A value that has no meaning here. The message says what was expected and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class To:
 
     Attributes:
         target: our dotted key, which takes the value as it is; or a rule that returns our keys with their values and
-            raises `RefusedKey`; or None for a key that sets nothing here.
+            raises `Refused`; or None for a key that sets nothing here.
         otherwise: why the key sets nothing, for the comments of the translated file.
         when: a condition on the file and the devices; without it the key sets nothing.
         like: our key that means the same, if `target` is a rule.
@@ -96,14 +92,13 @@ class Translation:
     """A run in our keys.
 
     Example:
-        Translation(table={"max_steps": 100}, notes=("trainer.args.max_steps = 100 -> max_steps = 100",),
-                    origins={"max_steps": "trainer.args.max_steps"})
+        Translation(table={"max_steps": 100}, notes=("trainer.args.max_steps = 100 -> max_steps = 100",))
     """
 
     table: dict[str, Any]  # nested tables, as our TOML is read
     notes: tuple[str, ...] = ()  # a line for each key, with what became of it
     env_files: tuple[Path, ...] = ()  # files of environment variables that the run is to have
-    origins: Mapping[str, str] = field(default_factory=dict)  # our key -> theirs, for messages
+    lines: tuple[Line, ...] = ()  # what became of each key that sets something, for messages
 
 
 def as_toml(translation: Translation) -> str:
@@ -131,7 +126,7 @@ def translate(
     for key in keys:
         try:
             key.settings = key.to.settings(key.value, file, devices)
-        except RefusedKey as refused:
+        except Refused as refused:
             problems.append(f"`{key.written}` - {refused}")
         for ours, value in key.settings.items():
             rival = chosen.get(ours)
@@ -151,12 +146,20 @@ def translate(
     notes += [note for key in keys for note in _notes(key, chosen)]
 
     # Keys of the file come after the presets, and override them.
+    settings = {ours: key.settings[ours] for ours, key in chosen.items()}
     return Translation(
-        table=_nested(presets | {ours: key.settings[ours] for ours, key in chosen.items()}),
+        table=nested({path_of(ours): value for ours, value in (presets | settings).items()}),
         notes=tuple(notes),
         env_files=getattr(file, "env_file", ()),
-        origins={ours: key.name for ours, key in chosen.items()},
+        lines=tuple(
+            Line(path_of(key.name), key.value, {path_of(ours): settings[ours]}, "", where)
+            for ours, key in chosen.items()
+        ),
     )
+
+
+def path_of(key: str) -> tuple[str, ...]:
+    return tuple(key.split("."))
 
 
 def on_gpus(target: str | Rule) -> To:
@@ -228,19 +231,3 @@ def _notes(key: _Key, chosen: dict[str, _Key]) -> Iterator[str]:
         yield f"{key.written}{default} -> {ours} = {toml_value(value)}"
     if key.is_given and not used:
         yield f"{key.written}: {key.to.otherwise}"
-
-
-def _nested(settings: Settings) -> dict[str, Any]:
-    """Return dotted keys as nested tables.
-
-    Example:
-        _nested({"trainer.optim.lr": 1e-5})  # {"trainer": {"optim": {"lr": 1e-5}}}
-    """
-    table: dict[str, Any] = {}
-    for ours, value in settings.items():
-        *above, last = ours.split(".")
-        here = table
-        for name in above:
-            here = here.setdefault(name, {})
-        here[last] = value
-    return table

@@ -11,7 +11,8 @@ from trireme.base.devices import Devices
 from trireme.config.orchestrator import Environment, OrchestratorConfig
 from trireme.config.run import Wandb
 from trireme.config.section import Section
-from trireme.tools.formats.translation import Format, RefusedKey, Settings, To, ToEach, if_true, on_gpus
+from trireme.config.translation import Refused, Settings
+from trireme.tools.formats.translation import Format, To, ToEach, if_true, on_gpus
 
 TARGETS = ("q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "up_proj")
 CPU_ROW_TOKENS = 512
@@ -51,7 +52,7 @@ def set_resume(place: str | None, file: VfRl, devices: Devices) -> Settings:
     # Only the folder's name counts: a run resumes from its own checkpoints.
     step = PurePath(place).name.removeprefix("checkpoint-")
     if not (place.lower() == "true" or step.isdigit()):
-        raise RefusedKey("expected true, or a folder `checkpoint-N` of this run. Write one of them.")
+        raise Refused("expected true, or a folder `checkpoint-N` of this run. Write one of them.")
     return {"trainer.ckpt.resume_step": int(step)} if step.isdigit() else {"resume": True}
 
 
@@ -87,21 +88,19 @@ def set_scheduler(type: str, file: VfRl, devices: Devices) -> Settings:
 
 def check_sync(wanted: bool, file: VfRl, devices: Devices) -> Settings:
     if wanted and not file.trainer.args.ref_model_sync_steps:
-        raise RefusedKey("expected `ref_model_sync_steps` with it. Write how many steps lie between two updates.")
+        raise Refused("expected `ref_model_sync_steps` with it. Write how many steps lie between two updates.")
     return {}
 
 
 def set_reference(steps: int | None, file: VfRl, devices: Devices) -> Settings:
     if steps and file.trainer.args.beta == 0:
-        raise RefusedKey(
-            "expected `beta` above 0: without it there is no reference model. Set `beta`, or remove the key."
-        )
+        raise Refused("expected `beta` above 0: without it there is no reference model. Set `beta`, or remove the key.")
     return {"trainer.loss.reference_update_every": steps}
 
 
 def check_mask(mask: bool, file: VfRl, devices: Devices) -> Settings:
     if not mask:
-        raise RefusedKey("expected true: tokens that the model did not write are never trained on. Remove the key.")
+        raise Refused("expected true: tokens that the model did not write are never trained on. Remove the key.")
     return {}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.config.arguments import TypedFile, TypedFlag, parse_arguments
+from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
 from trireme.config.load import Invocation, knows, read_as
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig
@@ -20,6 +20,7 @@ from trireme.config.translation import (
     merged,
     translate,
     value_at,
+    with_comments,
 )
 from trireme.tools.formats import trl, trl_rules, verl, verl_rules
 from trireme.tools.formats.yaml_file import OVERRIDE, read_overrides, read_yaml, resolve_interpolations
@@ -37,13 +38,15 @@ TRL_ROWS = Path(__file__).parent / "environments" / "trl_rows.py"
 
 def is_yaml_run(argv: list[str]) -> bool:
     """Return whether words name a YAML file, or are overrides of Hydra."""
+    if any(word in HELP for word in argv):
+        return False
     return any(word.removeprefix("@").endswith((".yaml", ".yml")) or OVERRIDE.fullmatch(word) for word in argv)
 
 
 def read_yaml_run(argv: list[str]) -> tuple[RunConfig, Invocation]:
-    """Return the run, the flags of the command itself, and what became of each key.
+    """Return the run, and the flags of the command itself, with what became of each key.
 
-    Raises: ConfigError with all keys that cannot be had, or that are wrong.
+    Raises: ConfigError with all keys that cannot be had, or that are wrong; SystemExit(0) after `--print-config`.
     """
     overrides = [word for word in argv if OVERRIDE.fullmatch(word)]
     arguments = parse_arguments([word for word in argv if word not in overrides])
@@ -81,7 +84,11 @@ def read_yaml_run(argv: list[str]) -> tuple[RunConfig, Invocation]:
 
     invocation._lines = tuple(made.lines)
     with invocation.their_keys_named():
-        return read_as(RunConfig, made.table, where=f"{where}, translated", flags=ours), invocation
+        config = read_as(RunConfig, made.table, where=f"{where}, translated", flags=ours)
+    if invocation.print_config:
+        print(with_comments(config, made.lines), end="")
+        raise SystemExit(0)
+    return config, invocation
 
 
 def translate_verl(table: dict[str, Any], overrides: list[str], where: str) -> Translated:

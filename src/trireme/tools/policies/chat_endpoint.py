@@ -29,7 +29,7 @@ from trireme.orchestrator.rollout.sampling import (
     replaced_arguments,
     sampling_arguments,
 )
-from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.session import RolloutFailed, Session
 from trireme.orchestrator.session.wire import Ask, FinishReason, Reply
 from trireme.tools.policies.endpoint_file import is_local
 from trireme.tools.policies.script import estimated_prompt
@@ -150,7 +150,7 @@ class ChatEndpoint:
             assert answer.choices, answer
             return _to_reply(answer.choices[0])
 
-        done = await environment.run(spec.task(environment), ask)
+        done = await environment.run(Session(spec.task(environment), ask))
         return build_rollout(done, environment, spec, num_sampled=num_sampled or None, num_tokens=num_tokens or None)
 
     def _arguments(self, theirs: dict[str, Any], environment: Environment) -> dict[str, Any]:

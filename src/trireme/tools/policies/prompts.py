@@ -9,7 +9,7 @@ environment's own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.journal.message_text import content_text
 from trireme.orchestrator.environments.pool import Environment
-from trireme.orchestrator.session.session import AskPolicy, RolloutFailed
+from trireme.orchestrator.session.session import RolloutFailed, Session
 from trireme.orchestrator.session.wire import Ask, Done, Reply, RunTask, Split
 
 SYSTEM = ("system", "developer")
@@ -61,17 +61,16 @@ class PromptedEnvironment:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
-    async def run(
-        self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any
-    ) -> Done:
+    async def run(self, session: Session) -> Done:
         """Run a rollout as `Environment.run` does."""
 
         async def ask_prompted(question: Ask) -> Reply:
-            return await ask(msgspec.structs.replace(question, messages=with_system(question.messages, self._prompt)))
+            messages = with_system(question.messages, self._prompt)
+            return await session.answer(msgspec.structs.replace(question, messages=messages))
 
         # The worker returns these fields of the environment's state, which the reflection model is shown.
-        task = msgspec.structs.replace(task, columns=self._columns)
-        done = await self._environment.run(task, ask_prompted, on_retry=on_retry, **more)
+        task = msgspec.structs.replace(session.task, columns=self._columns)
+        done = await self._environment.run(Session(task, ask_prompted, session.restart, session.log))
 
         # The record must hold the prompt that the policy was asked with.
         return msgspec.structs.replace(done, prompt=with_system(done.prompt, self._prompt))
@@ -103,7 +102,7 @@ async def own_prompt(environment: Environment, examples: Sequence[tuple[Split, i
     async def read(split: Split, index: int) -> str:
         task = RunTask(task=f"prompt-{split}-{index}", split=split, index=index)
         try:
-            await environment.run(task, ask)
+            await environment.run(Session(task, ask))
         except RolloutFailed as failure:
             return str(failure)
         return "it ended without asking for a turn"
@@ -137,16 +136,14 @@ class OneQuestion:
         self.config = EnvironmentConfig(id=self.name)
         self._messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
 
-    async def run(
-        self, task: RunTask, ask: AskPolicy, *, on_retry: Callable[[], None] = lambda: None, **more: Any
-    ) -> Done:
+    async def run(self, session: Session) -> Done:
         """Raises: RolloutFailed if there is no answer, with stage `TOO_LONG` if the question does not fit."""
-        reply = await ask(Ask(task=task.task, call="1", messages=self._messages, sampling={}))
+        reply = await session.answer(Ask(task=session.task.task, call="1", messages=self._messages, sampling={}))
         if reply.error is not None:
             raise RolloutFailed(TOO_LONG if reply.error_kind == "overlong_prompt" else "rollout", reply.error)
         answer = {"role": "assistant", "content": reply.content or ""}
         return Done(
-            task=task.task,
+            task=session.task.task,
             reward=0.0,
             metrics={},
             prompt=self._messages,

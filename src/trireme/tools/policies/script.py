@@ -15,6 +15,7 @@ from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.driver import build_rollout
 from trireme.orchestrator.rollout.runner import RolloutSpec
+from trireme.orchestrator.session.session import Session
 from trireme.orchestrator.session.wire import Ask, Reply
 
 MAX_TURNS = 32
@@ -38,7 +39,8 @@ class ScriptedPolicy:
             num_turns += 1
             return answer(question, spec, turn=num_turns)
 
-        return build_rollout(await environment.run(spec.task(environment), ask), environment, spec)
+        done = await environment.run(Session(spec.task(environment), ask))
+        return build_rollout(done, environment, spec)
 
 
 def estimated_prompt(question: Ask) -> Reply:

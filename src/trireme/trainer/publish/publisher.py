@@ -32,8 +32,8 @@ from trireme.messages import Again, GetNewest, Go, Live, Newest, PolicyReady, Po
 from trireme.monitor.spans import Lane
 from trireme.trainer.out_of_memory import is_out_of_memory
 from trireme.trainer.parallel.mesh import World, keep_alive
-from trireme.trainer.publish.outgoing import OutgoingWeights, Part
 from trireme.trainer.publish.probe import compute_noise, compute_probe
+from trireme.trainer.publish.served_weights import OutgoingWeights, Part
 from trireme.transport.control import ControlClient
 from trireme.transport.weights.backends import open_sender
 from trireme.transport.weights.buckets import num_bytes

@@ -25,7 +25,6 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.pool import open_environment
-from trireme.orchestrator.environments.worker_process import resident_gib
 from trireme.orchestrator.session.session import RolloutFailed
 from trireme.orchestrator.session.wire import Done
 
@@ -241,26 +240,6 @@ def test_a_worker_that_is_blocked_or_sends_garbage_is_killed_and_named(tmp_path,
     assert [outcome.reward for outcome in outcomes] == [1.0] * 5
     assert (counts["worker_death"], counts["garbage"]) == (1, num_garbage)
     assert blame in warnings.text
-
-
-def test_resident_memory_counts_pages_shared_with_children_once(tmp_path):
-    code = """
-        import os, time
-        hoard = b"x" * (64 << 20)
-        for _ in range(3):
-            if os.fork() == 0:
-                break
-        os.write(1, f"{os.getpid()}\\n".encode())
-        time.sleep(60)
-    """
-    command = [sys.executable, write(tmp_path, code)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
-        for _ in range(4):
-            process.stdout.readline()
-        held = resident_gib(process.pid)
-        os.killpg(process.pid, signal.SIGKILL)
-    assert 64 / 1024 < held < 2 * 64 / 1024
-    assert resident_gib(2**30) == 0.0
 
 
 STARTS_PROGRAMS = """

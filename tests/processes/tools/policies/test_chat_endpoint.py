@@ -3,7 +3,6 @@
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment, OrchestratorConfig
 from trireme.orchestrator.rollout.runner import RolloutSpec
-from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.session import RolloutFailed, Session
 from trireme.orchestrator.session.wire import Ask, Done, Reply
 from trireme.tools.policies.chat_endpoint import look_at, open_chat_endpoint
 
@@ -23,9 +22,9 @@ def reply_of(chat: FakeChat, timeout_s: float = 20, **question: Any) -> Reply:
     """The answer of an endpoint to the one question of an environment."""
     replies, waits = [], Waits("the check")
 
-    async def run(task: Any, ask: Callable[[Ask], Awaitable[Reply]], **_: Any) -> Any:
+    async def run(session: Session) -> Any:
         messages = [{"role": "user", "content": "q"}]
-        replies.append(await ask(Ask(task="t", call="c", messages=messages, **{"sampling": {}} | question)))
+        replies.append(await session.answer(Ask(task="t", call="c", messages=messages, **{"sampling": {}} | question)))
         return Done(task="t", reward=0.0, metrics={}, prompt=[], completion=[], example_id=0)
 
     async def main() -> None:

@@ -1,6 +1,7 @@
 """Files and flags of prime-rl mean here what they mean there, or are refused under their own names."""
 
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from trireme.base.errors import ConfigError
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve
 from trireme.config.rows.by_command import rows_for
-from trireme.config.rows.machine import on_machine
+from trireme.config.rows.rules import on_machine
 from trireme.config.rules import check
 from trireme.config.run import RunConfig
 from trireme.config.section import find
 from trireme.config.sft import SftConfig
+from trireme.config.translation import translate
 from trireme.tools.evaluate.config import EvalConfig
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -53,53 +55,110 @@ RL: list[tuple[str, dict[str, Any]]] = [
     ("orchestrator.concurrency = { min_inflight = 1, max_inflight = 64 }", {"orchestrator.max_concurrent": 64}),
     ("orchestrator.train.filter_zero_advantages = true", {"orchestrator.filters.zero_advantage": "mask"}),
     (SOURCE, {"orchestrator.env.0.id": "task", "orchestrator.env.0.name": "a", "orchestrator.env.0.args": {}}),
-    (f"{SOURCE}level = 3\n[orchestrator.train.source.env.taskset.task]\nhard = true",
-     {"orchestrator.env.0.args": {"level": 3, "task": {"hard": True}}}),
+    (
+        f"{SOURCE}level = 3\n[orchestrator.train.source.env.taskset.task]\nhard = true",
+        {"orchestrator.env.0.args": {"level": 3, "task": {"hard": True}}},
+    ),
     (f'{SOURCE}[orchestrator.train.source.env.agent.harness]\nid = "null"', {"orchestrator.env.0.args": {}}),
-    (f'{SOURCE}[orchestrator.train.source.env.solver.harness]\nid = "bash"\nskills = ["x"]',
-     {"orchestrator.env.0.args": {"solver": {"harness": {"id": "bash", "skills": ["x"]}}}}),
+    (
+        f'{SOURCE}[orchestrator.train.source.env.solver.harness]\nid = "bash"\nskills = ["x"]',
+        {"orchestrator.env.0.args": {"solver": {"harness": {"id": "bash", "skills": ["x"]}}}},
+    ),
     (f'{SOURCE}[orchestrator.train.source.env.agent.runtime]\ntype = "subprocess"', {"orchestrator.env.0.args": {}}),
-    (f'{SOURCE}[orchestrator.train.source.env.agent.runtime]\ntype = "modal"',
-     {"orchestrator.env.0.args": {"agent": {"runtime": {"type": "modal"}}}}),
-    (f"{SOURCE}[orchestrator.train.source.env.agent.timeout]\nrollout = 60", {"orchestrator.env.0.rollout_timeout_s": 60}),
-    (f"{SOURCE}[orchestrator.train.source.select]\nshuffle = true",
-     {"orchestrator.env.0.args": {"select": {"shuffle": True}}}),
-    ('[[orchestrator.train.env]]\nratio = 2\n[orchestrator.train.env.taskset]\nid = "t"\n[orchestrator.train.env.harness]\nid = "bash"',
-     {"orchestrator.env.0.weight": 2, "orchestrator.env.0.id": "t",
-      "orchestrator.env.0.args": {"agent": {"harness": {"id": "bash"}}}}),
-    ('[[orchestrator.eval.source]]\n[orchestrator.eval.source.env.taskset]\nid = "t"', {"orchestrator.eval.env.0.id": "t"}),
-    ("[orchestrator.eval]\nskip_first_step = true\nnum_examples = -1",
-     {"orchestrator.eval.eval_base": False, "orchestrator.eval.num_examples": None}),
-    ("[orchestrator.eval]\ngroup_size = 4",
-     {"orchestrator.eval.rollouts_per_example": 4, "orchestrator.eval.sampling.temperature": 1.0}),
+    (
+        f'{SOURCE}[orchestrator.train.source.env.agent.runtime]\ntype = "modal"',
+        {"orchestrator.env.0.args": {"agent": {"runtime": {"type": "modal"}}}},
+    ),
+    (
+        f"{SOURCE}[orchestrator.train.source.env.agent.timeout]\nrollout = 60",
+        {"orchestrator.env.0.rollout_timeout_s": 60},
+    ),
+    (
+        f"{SOURCE}[orchestrator.train.source.select]\nshuffle = true",
+        {"orchestrator.env.0.args": {"select": {"shuffle": True}}},
+    ),
+    (
+        '[[orchestrator.train.env]]\nratio = 2\ntaskset = { id = "t" }\nharness = { id = "bash" }',
+        {
+            "orchestrator.env.0.weight": 2,
+            "orchestrator.env.0.id": "t",
+            "orchestrator.env.0.args": {"agent": {"harness": {"id": "bash"}}},
+        },
+    ),
+    (
+        '[[orchestrator.eval.source]]\n[orchestrator.eval.source.env.taskset]\nid = "t"',
+        {"orchestrator.eval.env.0.id": "t"},
+    ),
+    (
+        "[orchestrator.eval]\nskip_first_step = true\nnum_examples = -1",
+        {"orchestrator.eval.eval_base": False, "orchestrator.eval.num_examples": None},
+    ),
+    (
+        "[orchestrator.eval]\ngroup_size = 4",
+        {"orchestrator.eval.rollouts_per_example": 4, "orchestrator.eval.sampling.temperature": 1.0},
+    ),
     ('[orchestrator.algo]\ntype = "max_rl"', {"orchestrator.advantage.type": "max_rl"}),
-    (f'[orchestrator.algo]\ntype = "opd"\n{TEACHER}',
-     {"orchestrator.teacher.base_url": "http://h:1", "orchestrator.teacher.model": "t", "orchestrator.teacher.reward_weight": 0}),
-    ("[[orchestrator.pre_batch_filters]]\ntype = 'zero_advantage'\nenforce = true",
-     {"orchestrator.buffer.online_difficulty_filtering": True}),
-    ("[[orchestrator.post_batch_filters]]\ntype = 'repetition'\nenforce = true", {"orchestrator.filters.repetition": "mask"}),
-    ("orchestrator.buffer.easy_threshold = 0.8",
-     {"orchestrator.buffer.pools.easy_threshold": 0.8, "orchestrator.buffer.pools.easy_weight": 0}),
+    (
+        f'[orchestrator.algo]\ntype = "opd"\n{TEACHER}',
+        {
+            "orchestrator.teacher.base_url": "http://h:1",
+            "orchestrator.teacher.model": "t",
+            "orchestrator.teacher.reward_weight": 0,
+        },
+    ),
+    (
+        "[[orchestrator.pre_batch_filters]]\ntype = 'zero_advantage'\nenforce = true",
+        {"orchestrator.buffer.online_difficulty_filtering": True},
+    ),
+    (
+        "[[orchestrator.post_batch_filters]]\ntype = 'repetition'\nenforce = true",
+        {"orchestrator.filters.repetition": "mask"},
+    ),
+    (
+        "orchestrator.buffer.easy_threshold = 0.8",
+        {"orchestrator.buffer.pools.easy_threshold": 0.8, "orchestrator.buffer.pools.easy_weight": 0},
+    ),
     ("[ckpt]\ninterval = 5\nkeep_last = 2", {"trainer.ckpt.interval": 5, "trainer.ckpt.keep_last": 2}),
     ("[resume]", {"resume": True, "trainer.ckpt.resume_step": None}),
     ("[resume]\nstep = 3", {"resume": False, "trainer.ckpt.resume_step": 3}),
-    ('[monitors.wandb]\nproject = "p"\noffline = true\n[monitors.file]', {"wandb.project": "p", "wandb.mode": "offline"}),
+    (
+        '[monitors.wandb]\nproject = "p"\noffline = true\n[monitors.file]',
+        {"wandb.project": "p", "wandb.mode": "offline"},
+    ),
     ('[run]\nname = "n"\n[log]\nlevel = "DEBUG"', {"name": "n", "log_level": "debug"}),
     ("seq_len = 9\norchestrator.seq_len = 5\ntrainer.model.seq_len = 8", {"seq_len": 5}),
     ("trainer.model.seq_len = 8", {"seq_len": 8}),
-    ('[inference.vllm]\nmax_model_len = 9\nseed = 1\ntool_call_parser = "auto"\ntensor_parallel_size = 2',
-     {"inference.model.max_model_len": 9, "inference.args": {"seed": 1}, "inference.parallel.tp": 2}),
-    ('[weight_broadcast]\ntype = "filesystem"\ntimeout = 5\nport = 6',
-     {"weight_broadcast.type": "filesystem", "weight_broadcast.timeout_s": 5, "ports.weights": 6}),
-    ("[trainer.model]\nfused_lm_head_token_chunk_size = 64\nimpl = 'custom'\n[trainer.model.ac_offloading]",
-     {"trainer.model.head_chunk": 64, "trainer.model.activation_offload": True}),
-    ("[trainer.optim]\nbetas1 = 0.5\nmax_norm = 'None'", {"trainer.optim.betas": [0.5, 0.999], "trainer.optim.max_norm": float("inf")}),
-    ("[trainer.scheduler]\ntype = 'linear'\ndecay_steps = 4", {"trainer.scheduler.type": "wsd", "trainer.scheduler.decay_steps": 4}),
+    (
+        '[inference.vllm]\nmax_model_len = 9\nseed = 1\ntool_call_parser = "auto"\ntensor_parallel_size = 2',
+        {"inference.model.max_model_len": 9, "inference.args": {"seed": 1}, "inference.parallel.tp": 2},
+    ),
+    (
+        '[weight_broadcast]\ntype = "filesystem"\ntimeout = 5\nport = 6',
+        {"weight_broadcast.type": "filesystem", "weight_broadcast.timeout_s": 5, "ports.weights": 6},
+    ),
+    (
+        "[trainer.model]\nfused_lm_head_token_chunk_size = 64\nimpl = 'custom'\n[trainer.model.ac_offloading]",
+        {"trainer.model.head_chunk": 64, "trainer.model.activation_offload": True},
+    ),
+    (
+        "[trainer.optim]\nbetas1 = 0.5\nmax_norm = 'None'",
+        {"trainer.optim.betas": [0.5, 0.999], "trainer.optim.max_norm": float("inf")},
+    ),
+    (
+        "[trainer.scheduler]\ntype = 'linear'\ndecay_steps = 4",
+        {"trainer.scheduler.type": "wsd", "trainer.scheduler.decay_steps": 4},
+    ),
     ("[trainer.scheduler]\ntype = 'linear'", {"trainer.scheduler.type": "linear"}),
-    ("[trainer.loss]\ntype = 'icepop'\nratio_low = 0.3", {"trainer.loss.type": "importance", "trainer.loss.ratio_high": 5.0}),
-    ("[trainer.loss]\ntype = 'ppo'\nratio_low = 0.7\nratio_high = 1.4", {"trainer.loss.clip_low": 0.3, "trainer.loss.clip_high": 0.4}),
+    (
+        "[trainer.loss]\ntype = 'icepop'\nratio_low = 0.3",
+        {"trainer.loss.type": "importance", "trainer.loss.ratio_high": 5.0},
+    ),
+    (
+        "[trainer.loss]\ntype = 'ppo'\nratio_low = 0.7\nratio_high = 1.4",
+        {"trainer.loss.clip_low": 0.3, "trainer.loss.clip_high": 0.4},
+    ),
     (f"clean = true\n{MULTI}", {"trainer_gpus": None, "hosts.trainer": ["127.0.0.1"]}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "ours"), RL, ids=[text[:60] for text, _ in RL])
@@ -121,11 +180,14 @@ def test_file_means_the_same_here(text, ours):
         ("--inference.vllm.max-model-len 9 --inference.vllm.seed 3", {"inference.args": {"seed": 3}}),
         ("--trainer.optim.betas1 0.5", {"trainer.optim.betas": [0.5, 0.99]}),
         ("--orchestrator.train.source.0.ratio 3", {"orchestrator.env.0.weight": 3, "orchestrator.env.1.weight": 1}),
-        ("--orchestrator.train.source.1.env.taskset.id z", {"orchestrator.env.0.id": "task", "orchestrator.env.1.id": "z"}),
+        (
+            "--orchestrator.train.source.1.env.taskset.id z",
+            {"orchestrator.env.0.id": "task", "orchestrator.env.1.id": "z"},
+        ),
         ("--orchestrator.train.source.0.env.taskset.min-turns 3", {"orchestrator.env.0.args": {"min_turns": 3}}),
         ("--orchestrator.env.0.weight 3 --orchestrator.train.source.0.name b", {"orchestrator.env.0.weight": 3}),
     ],
-)  # fmt: skip
+)
 def test_flag_means_the_same_here(flags, ours):
     second = SOURCE.replace('"task"', '"other"').replace('"a"', '"b"')
     config, _ = load(f"trainer.optim.betas2 = 0.99\n{SOURCE}{second}", flags)
@@ -138,8 +200,11 @@ def test_flag_means_the_same_here(flags, ours):
         ('[orchestrator.algo]\ntype = "echo"', "orchestrator.algo", "grpo"),
         ('[orchestrator.algo]\ntype = "opsd"', "orchestrator.algo", "orchestrator.teacher"),
         ('[orchestrator.algo]\ntype = "sft"', "orchestrator.algo", "trireme eval run"),
-        ('[orchestrator.algo]\ntype = "grpo"\n[orchestrator.algo.length_penalty]', "orchestrator.algo", '"relative"'),
-        ("[orchestrator.renderer]\nthinking_retention = 'all'", "orchestrator.renderer.thinking_retention", "branching"),
+        (
+            "[orchestrator.renderer]\nthinking_retention = 'all'",
+            "orchestrator.renderer.thinking_retention",
+            "branching",
+        ),
         ("[orchestrator.renderer]\nmax_width = 3", "orchestrator.renderer.max_width", "chat_template_kwargs"),
         ("trainer.model.quantization = { type = 'fp8' }", "trainer.model.quantization", "inference.args"),
         ("trainer.model.debug.num_layers = 2", "trainer.model.debug.num_layers", "Remove it"),
@@ -152,11 +217,70 @@ def test_flag_means_the_same_here(flags, ours):
         ("[[orchestrator.post_batch_filters]]\ntype = 'odd'", "orchestrator.post_batch_filters", "repetition"),
         ("orchestrator.buffer.easy_fraction = 0.1", "orchestrator.buffer.easy_fraction", "easy_weight"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_had_is_refused_by_its_name(text, key, nearest):
     said = refusal(text)
     assert f"theirs.toml: `{key} = " in said
     assert nearest in said
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        (
+            "[orchestrator.algo.length_penalty]\nnum_turns_weight = 0.2",
+            {
+                "orchestrator.advantage.type": "group_mean",
+                "orchestrator.length_penalty.type": "group_linear",
+                "orchestrator.length_penalty.num_turns_weight": 0.2,
+            },
+        ),
+        (
+            "[ckpt]\nskip_progress = true\n[trainer.ckpt]\nskip_optimizer = true",
+            {"trainer.ckpt.resume_without": ["optimizer", "progress"]},
+        ),
+        ('resume.dir = "runs/a/checkpoints/step_50"', {"resume_from": "runs/a", "trainer.ckpt.resume_step": 50}),
+        ('resume.dir = "runs/a"', {"resume_from": "runs/a"}),
+        (
+            '[trainer.loss]\ntype = "default"\ndppo_mask_low = 0.1',
+            {
+                "trainer.loss.type": "dppo_tv",
+                "trainer.loss.kl_tau": 1e-3,
+                "trainer.loss.max_importance_ratio": "inf",
+                "trainer.loss.mask_low": 0.1,
+            },
+        ),
+        (
+            '[trainer.loss]\ntype = "ipo"\nipo_threshold = 0.2',
+            {"trainer.loss.type": "ipo", "trainer.loss.kl_tau": 1e-3, "trainer.loss.eps": 0.2},
+        ),
+        (
+            '[[orchestrator.train.source]]\ngroup_size = 2\nalgo = { type = "rae", decay = 0.5 }',
+            {
+                "orchestrator.env.0.rollouts_per_example": 2,
+                "orchestrator.env.0.advantage.type": "rae",
+                "orchestrator.env.0.advantage.decay": 0.5,
+            },
+        ),
+        (
+            "[[orchestrator.train.source]]\ncurriculum = { gates = { g = { type = 'advantage_range' } } }",
+            {"orchestrator.env.0.buffer.online_difficulty_filtering": True},
+        ),
+        (
+            "[[orchestrator.eval.source]]\ngroup_size = 4\nskip_first_step = true\nnum_examples = 7",
+            {
+                "orchestrator.eval.env.0.rollouts_per_example": 4,
+                "orchestrator.eval.env.0.sampling.temperature": 1.0,
+                "orchestrator.eval.env.0.eval_base": False,
+                "orchestrator.eval.env.0.num_examples": 7,
+            },
+        ),
+    ],
+)
+def test_keys_are_given_as_a_source_a_loss_or_a_checkpoint_has_them(text, ours):
+    found = translate(tomllib.loads(text), rows_for(RunConfig))
+    assert {".".join(path): value for path, value in found.settings.items()} == ours
+    assert (found.unknown, found.problems) == ([], [])
 
 
 def test_gpus_of_a_file_count_where_there_are_some():
@@ -171,18 +295,27 @@ def test_gpus_of_a_file_count_where_there_are_some():
 
 
 SFT: list[tuple[str, dict[str, Any]]] = [
-    ('[data]\nname = "o/d"\nseq_len = 64\nbatch_size = 4\nmicro_batch_size = 2',
-     {"data": "o/d", "seq_len": 64, "batch_size": 4, "micro_batch_tokens": 128}),
-    ('[data]\nname = "o/d"\nsubsets = ["a", "b"]\nsplits = ["t"]',
-     {"data": None, "source.0.subset": "a", "source.1.subset": "b", "source.1.split": "t"}),
+    (
+        '[data]\nname = "o/d"\nseq_len = 64\nbatch_size = 4\nmicro_batch_size = 2',
+        {"data": "o/d", "seq_len": 64, "batch_size": 4, "micro_batch_tokens": 128},
+    ),
+    (
+        '[data]\nname = "o/d"\nsubsets = ["a", "b"]\nsplits = ["t"]',
+        {"data": None, "source.0.subset": "a", "source.1.subset": "b", "source.1.split": "t"},
+    ),
     ('[data]\nname = "o/d"\nloss_mask = { user = true }', {"loss_on": ["user", "assistant"]}),
     ('[[data.source]]\ndataset = "o/d"', {"source.0.data": "o/d"}),
     ('[val]\ninterval = 5\n[val.data]\nname = "o/v"', {"validation": "o/v", "validation_interval": 5}),
-    ("[model]\nattn = 'auto'\nfull_offload = true\n[model.compile]", {"model.attn": "sdpa", "model.fsdp_cpu_offload": True}),
-    ("[ckpt]\ninterval = 2\n[resume]\nstep = 5\n[optim]\nlr = 0.0",
-     {"ckpt.interval": 2, "ckpt.resume_step": 5, "optim.lr": 0}),
+    (
+        "[model]\nattn = 'auto'\nfull_offload = true\n[model.compile]",
+        {"model.attn": "sdpa", "model.fsdp_cpu_offload": True},
+    ),
+    (
+        "[ckpt]\ninterval = 2\n[resume]\nstep = 5\n[optim]\nlr = 0.0",
+        {"ckpt.interval": 2, "ckpt.resume_step": 5, "optim.lr": 0},
+    ),
     ('[renderer]\nname = "auto"\n[monitors.wandb]\nproject = "p"', {"wandb.project": "p"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "ours"), SFT, ids=[text[:60] for text, _ in SFT])
@@ -228,10 +361,14 @@ def test_evaluation_file_names_its_server():
         ("orchestrator.group_size = 'many'", "", '`orchestrator.group_size = "many"` - expected integer'),
         ("", "--orchestrator.group-size many", "`--orchestrator.group-size many` - expected integer"),
         (f"{SOURCE.replace('name', 'ratio = -1 #')}", "", "`orchestrator.train.source[0].ratio = -1` - expected"),
-        ("ckpt.interval = 3\ntrainer.ckpt.interval = 4", "", "`ckpt.interval` and `trainer.ckpt.interval` are two names"),
+        (
+            "ckpt.interval = 3\ntrainer.ckpt.interval = 4",
+            "",
+            "`ckpt.interval` and `trainer.ckpt.interval` are two names",
+        ),
         ("orchestrator.group_size = 3\norchestrator.rollouts_per_example = 4", "", "two names of one key"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_named_in_the_keys_of_the_user(text, flags, words):
     said = refusal(text, flags)
     assert [part for part in words.split(" ... ") if part not in said] == []
@@ -250,9 +387,9 @@ def test_a_mistake_is_named_in_the_keys_of_the_user(text, flags, words):
 )
 def test_a_rule_that_is_broken_names_the_key_of_the_user(text, flags, words):
     config, invocation = load(f"{text}\n{SOURCE}", flags)
+    resolved = resolve(config, Devices(cores=1))
     with pytest.raises(ConfigError, match="batch_size must be divisible") as error, invocation.their_keys_named():
-        devices = Devices(cores=1)
-        check(resolve(config, devices), devices)
+        check(resolved, Devices(cores=1))
     assert f"`orchestrator.rollouts_per_example` {words}" in str(error.value)
 
 

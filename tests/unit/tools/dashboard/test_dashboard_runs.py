@@ -6,7 +6,6 @@ import json
 import math
 import os
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,8 @@ from trireme.journal.pictures import PictureFiles
 from trireme.launch.folder import hold_folder
 from trireme.monitor.metrics import MetricsFile, read_metrics
 from trireme.tools.dashboard import runs as module
-from trireme.tools.dashboard.charts import extremes
 from trireme.tools.dashboard.dashboard import command as dashboard
 from trireme.tools.dashboard.dashboard import listen, require_key
-from trireme.tools.dashboard.history import Metrics
 from trireme.tools.dashboard.logs import TAIL_BYTES, log_files, tail, to_html
 from trireme.tools.dashboard.overview import differences, figures
 from trireme.tools.dashboard.rollouts import nothing_found, serve_pictures
@@ -42,7 +39,7 @@ from trireme.transport.dashboard_key import KEY, RequireKey, address_of, key_of
 
 
 @pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pause(monkeypatch):
     monkeypatch.setattr(module, "REFRESH_S", -1.0)
     monkeypatch.setattr(module, "SEARCH_S", -1.0)
 
@@ -70,7 +67,7 @@ def shown(run: RunFolder) -> dict[str, list[tuple[int, float]]]:
     return {name: list(zip(steps.tolist(), map(repr, values), strict=True)) for name, (steps, values) in series.items()}
 
 
-def test_metrics_are_those_of_the_file_however_it_grows(tmp_path: Path) -> None:
+def test_metrics_are_those_of_the_file_however_it_grows(tmp_path):
     """A name of several processes is the trainer's."""
     whole = write(tmp_path / "whole", range(5))
     MetricsFile(whole / "metrics.jsonl", "orchestrator").append(0, {"eval/e/reward": 0.25})
@@ -89,41 +86,7 @@ def test_metrics_are_those_of_the_file_however_it_grows(tmp_path: Path) -> None:
     assert shown(folder) == shown(opened(whole)) == expected
 
 
-def test_a_run_that_went_back_shows_nothing_of_the_way_that_it_left() -> None:
-    metrics = Metrics()
-    metrics.add({"step": step, "process": "trainer", "time_s": step, "loss": 1.0} for step in range(10))
-    metrics.add([{"step": 7, "process": "orchestrator", "eval/e/reward": 0.9}])  # it comes late, and is no step back
-    assert (metrics.went_back, len(metrics.series("loss").steps)) == ([], 10)
-    assert metrics.series("eval/e/reward").steps.tolist() == [7]
-    metrics.add({"step": step, "process": "trainer", "time_s": 20 + step, "loss": 2.0} for step in (4, 5))
-    steps, values = metrics.series("loss")
-    assert steps.tolist() == [0, 1, 2, 3, 4, 5]
-    assert values.tolist() == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
-    assert (metrics.went_back, metrics.num_done) == ([4], 6)
-
-
-def test_rows_that_come_while_a_chart_is_drawn_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While numpy copies a column it holds it in place, and lets other threads run."""
-    metrics, copied = Metrics(), np.array
-    rows = [{"step": step, "process": "trainer", "time_s": step, "loss": 1.0 + step} for step in range(3)]
-    metrics.add(rows[:1])
-    writer = threading.Thread(target=metrics.add, args=(rows[1:],))
-
-    def copy(column: Any, dtype: Any) -> Any:
-        with memoryview(column):
-            if writer.ident is None:
-                writer.start()
-            writer.join(0.1)  # a writer that does not wait for this reader ends here
-        return copied(column, dtype)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "array", copy)
-        assert metrics.series("loss").values.tolist() == [1.0]
-    writer.join()
-    assert metrics.series("loss").values.tolist() == [1.0, 2.0, 3.0]
-
-
-def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_path: Path) -> None:
+def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_path):
     library = Library([tmp_path / "later"])
     library.search()
     (folder,) = library.runs()
@@ -141,7 +104,7 @@ def test_a_folder_that_comes_later_or_is_used_again_is_shown_as_it_is_now(tmp_pa
     assert folder.metrics.series("reward/mean").values.tolist() == [7.0, 8.0]
 
 
-def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path: Path) -> None:
+def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path):
     run = write(tmp_path / "run", range(2), config={})
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b'\x00\xff{"step": 2, "process"\n[1, 2]\n{"step": "x", "process": "trainer"}\n')
@@ -151,7 +114,7 @@ def test_damaged_files_cost_what_is_damaged_and_no_more(tmp_path: Path) -> None:
     assert folder.config == {}
 
 
-def test_dashboard_lists_runs_below_a_folder_without_reading_them(tmp_path: Path) -> None:
+def test_dashboard_lists_runs_below_a_folder_without_reading_them(tmp_path):
     for name in ("a/wordle", "b/wordle", "plain", "deep/er/still", *(f"many/run-{n}" for n in range(9))):
         write(tmp_path / name, range(1))
     (tmp_path / "only-planned" / "configs").mkdir(parents=True)
@@ -167,9 +130,7 @@ def test_dashboard_lists_runs_below_a_folder_without_reading_them(tmp_path: Path
     assert RunSet(Library([]), chosen).link("/tokens", step=3, find=None) == "/tokens?run=a%2Fb&run=c+%26+d&step=3"
 
 
-def test_a_folder_that_cannot_be_entered_takes_no_other_run_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_entered_takes_no_other_run_down(tmp_path, monkeypatch):
     """Root may enter all folders, so the calls of the system refuse."""
     write(tmp_path / "mine", range(1))
     theirs = write(tmp_path / "theirs", range(1)) / "run"
@@ -192,7 +153,7 @@ def test_a_folder_that_cannot_be_entered_takes_no_other_run_down(
     assert library.runs()[-1].state == "not there yet"
 
 
-def test_run_is_live_while_a_launcher_or_its_orchestrator_runs(tmp_path: Path) -> None:
+def test_run_is_live_while_a_launcher_or_its_orchestrator_runs(tmp_path):
     said = {"state": "running", "version": 3}
     with answering_http(lambda *_: (200, json.dumps(said).encode())) as port:
         server = {"orchestrator": {"server": {"host": "127.0.0.1", "port": port}}, "max_steps": 5}
@@ -209,14 +170,14 @@ def test_run_is_live_while_a_launcher_or_its_orchestrator_runs(tmp_path: Path) -
             assert (folder.status is not None, folder.state) == (name == run, state)
 
 
-def test_figures_are_what_one_works_out_by_hand(tmp_path: Path) -> None:
+def test_figures_are_what_one_works_out_by_hand(tmp_path):
     run = write(tmp_path / "run", range(10), config={"max_steps": 10})
     said = {name: value for name, value, _ in figures(opened(run))}
     reward = f"{0.5 + (5 + 6 + 7 + 8 + 9) / 5:.3f}"
     assert said | {"Steps trained": "10 of 10", "Reward": reward, "Seconds a step": "2"} == said
 
 
-def test_what_differs_between_runs_is_listed_by_key(tmp_path: Path) -> None:
+def test_what_differs_between_runs_is_listed_by_key(tmp_path):
     for name, lr in (("a", 1e-5), ("b", 1e-5), ("c", 1e-4)):
         write(tmp_path / name, range(1), config={"name": name, "trainer": {"optim": {"lr": lr}}})
     rows = differences([opened(tmp_path / name) for name in "abc"])
@@ -224,13 +185,13 @@ def test_what_differs_between_runs_is_listed_by_key(tmp_path: Path) -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"])))
-def test_whatever_a_process_wrote_is_shown_as_text(line: str) -> None:
+def test_whatever_a_process_wrote_is_shown_as_text(line):
     page = Reader(to_html([line]))
     assert page.tags == {"span"}
     assert "".join(page.texts) == line
 
 
-def test_dashboard_shows_the_newest_whole_lines_of_a_long_log(tmp_path: Path) -> None:
+def test_dashboard_shows_the_newest_whole_lines_of_a_long_log(tmp_path):
     (tmp_path / "logs").mkdir()
     for name in ("environment-x-0", "trainer", "inference-1", "orchestrator"):
         (tmp_path / "logs" / f"{name}.stdout").touch()
@@ -248,21 +209,12 @@ def test_dashboard_shows_the_newest_whole_lines_of_a_long_log(tmp_path: Path) ->
     assert tail(tmp_path / "none").lines == []
 
 
-def test_warnings_that_persist_come_before_those_that_were(tmp_path: Path) -> None:
+def test_warnings_that_persist_come_before_those_that_were(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer")
     for step in range(40):
         metrics.append(step, {"policy/entropy": 1.0 if step < 20 else 0.0001, "grad_norm": 500.0 if step == 30 else 1})
     found = [(warned.name, is_lasting) for warned, is_lasting in opened(tmp_path).warnings()]
     assert found == [("entropy_collapse", True), ("grad_norm_spike", False)]
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=900), st.integers(4, 60))
-def test_downsampled_series_keeps_its_lowest_and_highest_points(values: list[float], most: int) -> None:
-    kept = extremes(np.array(values), most)
-    assert len(kept) <= most
-    assert {min(values), max(values)} <= {values[at] for at in kept}
-    assert (kept[0], kept[-1]) == (0, len(values) - 1)
-    assert (np.diff(kept) > 0).all()
 
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -331,7 +283,7 @@ def test_dashboard_refuses_a_requested_port_that_is_taken(monkeypatch):
             assert listener.getsockname()[1] != port
 
 
-def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path: Path) -> None:
+def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path):
     files = PictureFiles(tmp_path / "run" / "journal" / "pictures")
     good, changed = (files.add(picture_file(4, 4, shade)) for shade in (0, 1))
     files.path(changed).write_bytes(b"another picture")
@@ -345,7 +297,7 @@ def test_pictures_are_served_by_their_digests_and_no_other_file(tmp_path: Path) 
     assert {answer.status_code for answer in others} == {404}
 
 
-def test_no_name_out_of_a_run_is_formatted_into_properties_that_are_parsed() -> None:
+def test_no_name_out_of_a_run_is_formatted_into_properties_that_are_parsed():
     """NiceGUI parses text for `props()`, and takes a property that begins with `:` for JavaScript."""
     files = Path("src/trireme/tools/dashboard").glob("*.py")
     calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]

@@ -4,9 +4,7 @@ import dataclasses
 import html
 import math
 import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,8 +21,6 @@ from trireme.journal.logprobs import counting, identity, logprobs_of, path_of, r
 from trireme.journal.rank_shares import Shares, samples_of
 from trireme.journal.records import BatchRecord, Branch, Rollout
 from trireme.messages import MicroBatch, Tokens, build_tokens
-from trireme.tools.dashboard import rollout_index
-from trireme.tools.dashboard.rollout_index import RolloutIndex, bring_up_to_date, fill
 from trireme.tools.dashboard.rollouts import conversation_html
 from trireme.tools.dashboard.tokens import (
     TokenColumns,
@@ -35,15 +31,14 @@ from trireme.tools.dashboard.tokens import (
     summary,
     token_html,
 )
-from trireme.tools.rollout_filters import parse_filter
-from trireme.tools.rollouts import BatchFile, Record, Row
+from trireme.tools.rollouts import Record, Row
 from trireme.tools.run_reader import RunReader
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x1b[31m"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunConfig:
+def run(tmp_path):
     return write_whole_run(tmp_path / "run", batches=3)
 
 
@@ -75,7 +70,7 @@ def samples_in(run: RunConfig, step: int) -> list[Tokens]:
     return [sample.tokens for sample in samples_of(Journal(run.paths.journal).read(step).rollouts)]
 
 
-def test_trainer_logprobs_are_found_for_every_token_of_their_batch(run: RunConfig) -> None:
+def test_trainer_logprobs_are_found_for_every_token_of_their_batch(run):
     """Three ranks pack the batch. A file that is torn, and a batch that was sampled again, are as if not there."""
     train(run, 1, world=3)
     known = read_logprobs(run.paths.logprobs, 1)
@@ -117,7 +112,7 @@ def played(**changes: Any) -> Rollout:
     return Rollout(env="a", example=0, reward=1.0, temperature=1.0, **changes)
 
 
-def test_figures_of_a_sample_by_hand_and_all_that_is_known_of_a_token() -> None:
+def test_figures_of_a_sample_by_hand_and_all_that_is_known_of_a_token():
     shown = columns()
     assert shown.ratios[2:].tolist() == pytest.approx([0.5, 1.0, 0.5])
     assert np.isnan(shown.ratios[:2]).all()
@@ -140,7 +135,7 @@ def test_figures_of_a_sample_by_hand_and_all_that_is_known_of_a_token() -> None:
     assert "trainer" not in colours_of([masked])
 
 
-def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> None:
+def test_one_span_of_each_token_and_its_text_is_the_tokens(run):
     write_tokenizer(run.paths.weights / "step_2")
     train(run, 2, world=1)
     loaded = load_rollout(RunReader(run.paths.root), 2, 1)
@@ -154,7 +149,7 @@ def test_one_span_of_each_token_and_its_text_is_the_tokens(run: RunConfig) -> No
     assert [row.group for row in loaded.group] == [loaded.record.row.group] * 3
 
 
-def test_what_a_model_wrote_is_never_markup() -> None:
+def test_what_a_model_wrote_is_never_markup():
     said = [
         {"role": "user", "content": EVIL},
         {"role": EVIL, "content": EVIL, "tool_calls": [{"function": {"name": EVIL, "arguments": {EVIL: EVIL}}}]},
@@ -174,7 +169,7 @@ def test_what_a_model_wrote_is_never_markup() -> None:
     assert "\x1b" not in page
 
 
-def test_session_is_drawn_as_a_tree_of_branching_conversations() -> None:
+def test_session_is_drawn_as_a_tree_of_branching_conversations():
     def say(*words: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": word} for word in words]
 
@@ -195,116 +190,3 @@ def test_session_is_drawn_as_a_tree_of_branching_conversations() -> None:
     assert "turn dropped, 1 turn, 0 tools, sample 1" in texts[3]
     assert "history edited, 0 turns, 0 tools, not trained on" in texts[5]
     assert "exit code 3, after 1.5 s" in texts[-2]
-
-
-EVERYTHING = 10_000
-
-
-@pytest.fixture(scope="module")
-def rich_run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    config = write_whole_run(tmp_path_factory.mktemp("run"), batches=5, rich=True)
-    rewrite_batch(config, 1, _say_other_things)
-    return config
-
-
-def _say_other_things(record: BatchRecord) -> None:
-    for number, rollout in enumerate(record.rollouts):
-        rollout.completion = [{"role": "assistant", "content": f"Größe {number} 100% it's _x_"}]
-        rollout.stop = "Length" if number % 2 else "done"
-
-
-@pytest.fixture(scope="module")
-def table(rich_run: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> RolloutIndex:
-    return filled(rich_run, tmp_path_factory.mktemp("cache"))
-
-
-def filled(run: RunConfig, cache: Path) -> RolloutIndex:
-    index = RolloutIndex(run.paths.root, cache)
-    index.create()
-    list(index.update())
-    return index
-
-
-def found(table: RolloutIndex, line: str) -> list[tuple[int, int]]:
-    rows = table.search(line, limit=EVERYTHING).rows
-    return sorted((row["step"], row["number"]) for row in rows)
-
-
-def found_by_the_viewer(run: RunConfig, line: str) -> list[tuple[int, int]]:
-    chosen, kept = parse_filter(line), []
-    for step in Journal(run.paths.journal).steps():
-        file = BatchFile(Journal(run.paths.journal).path(step))
-        file.read_more()
-        kept += [(step, row.number) for row in file.rows if chosen.matches(row, file.record)]
-    return sorted(kept)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("", "it", "-it", "größe", '"100% it\'s"', "_x_", "IT größe", "'; DROP TABLE rollouts; --", "%"),
-        *("reward<1", "reward>=1.3", "-reward<1", "advantage>0", "-advantage>0", "tokens=4", "turns!=1", "rollout=2"),
-        *("example>99999999999999999999", "example=3", "example!=3", "example~1", "example>=4", "-example=3"),
-        *("reward<1e30", "env=a", "env~B", "-env=a", "step=2", "attempt>0", "step=2 group=13 -is:failed"),
-        *("stop=length", "stop~en", "-stop~en", "stop!=done", "error~timeout", "-error~timeout", "flaws~trunc"),
-        *("is:truncated", "-is:truncated", "is:failed", "-is:failed", "is:flawed", "-is:flawed"),
-        *("reward<=1.3 rollout>1", "reward<2 env=a is:truncated", "größe -is:truncated reward>0.5"),
-    ],
-)
-def test_a_search_finds_what_the_viewer_finds(rich_run: RunConfig, table: RolloutIndex, line: str) -> None:
-    assert found(table, line) == found_by_the_viewer(rich_run, line)
-
-
-def test_rollout_index_follows_changed_damaged_and_removed_batches(tmp_path: Path) -> None:
-    run = write_whole_run(tmp_path / "run", batches=4)
-    before = {path: path.stat().st_mtime_ns for path in run.paths.root.rglob("*")}
-    table = filled(run, tmp_path / "cache")
-    assert list(table.update()) == []
-    assert {path: path.stat().st_mtime_ns for path in run.paths.root.rglob("*")} == before
-    rewrite_batch(run, 1, _say_other_things)
-    assert list(table.update()) == [1]
-    assert {step for step, _ in found(table, "größe")} == {1}
-    path = Journal(run.paths.journal).path(2)
-    path.write_bytes(path.read_bytes()[:-5])
-    (path.parent / "batch_copy.msgpack").write_bytes(b"")  # of another program
-    list(table.update())
-    assert {step for step, _ in found(table, "")} == {0, 1, 3}
-    ((step, trouble),) = table.ask("SELECT step, trouble FROM batches WHERE trouble != ''")
-    assert (step, "checksum" in trouble) == (2, True)
-    Journal(run.paths.journal).rewind(1)
-    assert list(table.update()) == []
-    assert {step for step, _ in found(table, "")} == {0}
-
-
-@pytest.mark.parametrize("content", [b"", b"no table at all" * 1000])
-def test_damaged_rollout_index_is_rebuilt(tmp_path: Path, content: bytes) -> None:
-    run = write_whole_run(tmp_path / "run", batches=2)
-    file = RolloutIndex(run.paths.root, tmp_path).file
-    file.write_bytes(content)
-    table = filled(run, tmp_path)
-    before = found(table, "")
-    assert len(before) >= 12
-    table.remove()
-    file.write_bytes(b"not a table any more" * 1000)
-    for _ in range(2):
-        bring_up_to_date(table)
-    assert found(table, "") == before
-
-
-def test_rollout_index_starts_its_process_only_for_missing_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[tuple[int, int]] = []
-    monkeypatch.setattr(rollout_index, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(rollout_index, "QUIET_S", 0.0)
-    monkeypatch.setattr(RolloutIndex, "keep_current", lambda table: started.append(table.progress()))
-    run = write_whole_run(tmp_path / "run", batches=2)
-    table = RolloutIndex(run.paths.root, tmp_path / "cache")
-    table.create()
-    assert (table.look(), started) == ((0, 2), [(0, 2)])
-    fill(table)
-    assert (table.look(), len(started)) == ((2, 2), 1)
-    monkeypatch.setattr(rollout_index, "QUIET_S", math.inf)
-    shutil.rmtree(run.paths.root)
-    fill(table)
-    assert (table.look(), len(started)) == ((2, 0), 1)

@@ -191,7 +191,9 @@ def test_each_given_key_has_a_line():
 
 
 def test_rl_prints_the_run_that_words_of_a_script_make(capsys: pytest.CaptureFixture[str]):
-    assert rl([*SCRIPT.split(), "--print-config"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        rl([*SCRIPT.split(), "--print-config"])
+    assert ended.value.code == 0
     printed = capsys.readouterr().out
     table = tomllib.loads(printed)
     assert (table["max_steps"], table["orchestrator"]["batch_size"]) == (32, 32)
@@ -202,6 +204,7 @@ def test_only_yaml_files_or_overrides_are_read_as_such():
     assert is_yaml_run(["@", "a.yaml"])
     assert is_yaml_run(["@a.yml"])
     assert is_yaml_run(["a.b=1"])
+    assert not is_yaml_run(["@", "a.yaml", "--help"])
     assert not is_yaml_run(["@", "a.toml", "--orchestrator.env.0.args", '{"a": 1}', "--max-steps=3"])
 
 

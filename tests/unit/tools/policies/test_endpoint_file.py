@@ -27,7 +27,7 @@ OF_TOML = Endpoint("small/one", "m", "http://h/v1", "secret")
 
 
 @pytest.fixture(autouse=True)
-def _here(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(here, monkeypatch):
     for name in ("SMALL_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("EXAMPLE_KEY", "secret")
@@ -49,12 +49,12 @@ def write(text: str, suffix: str = ".py") -> Path:
         (".toml", f'[[endpoint]]\nendpoint_id = "small/one"\n{IN_TOML}', [OF_TOML]),
     ],
 )
-def test_each_way_to_write_an_entry_is_read_and_nothing_is_run(suffix, text, entries) -> None:
+def test_each_way_to_write_an_entry_is_read_and_nothing_is_run(suffix, text, entries):
     assert read_endpoints(write(text, suffix)) == {entry.name: entry for entry in entries}
     assert not Path("ran").exists()
 
 
-def test_endpoint_is_found_by_the_name_of_its_entry_or_model(monkeypatch) -> None:
+def test_endpoint_is_found_by_the_name_of_its_entry_or_model(monkeypatch):
     write(BY_BASE_URL)
     small = Endpoint("small", "small-model", "http://127.0.0.1:1/v1", None)  # a server of one's own may want no key
     assert find_endpoint("small") == find_endpoint("small-model") == small
@@ -82,7 +82,7 @@ def test_endpoint_is_found_by_the_name_of_its_entry_or_model(monkeypatch) -> Non
         (None, r"there is no configs/endpoints\.py here .*-b URL"),
     ],
 )
-def test_a_file_that_says_something_else_is_refused_with_what_it_says(text: str | None, words: str) -> None:
+def test_a_file_that_says_something_else_is_refused_with_what_it_says(text, words):
     if text is not None:
         write(text)
     with pytest.raises(ConfigError, match=words):

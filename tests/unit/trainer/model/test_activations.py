@@ -32,7 +32,7 @@ EVERY_OTHER = {"ac": ActivationCheckpointing(freq=2)}
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("activations")
     return {kind: save_family(root / kind, build_config(kind, num_hidden_layers=3)) for kind in KINDS}
 

@@ -13,29 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM
 
-from support.models.families import build_config, flash_on_cpu
+from support.models.families import build_attending_model, build_config, flash_on_cpu
 from trireme.algo.packing import buckets, positions, share_prefixes, unsampled_row
-from trireme.base.errors import ConfigError
 from trireme.config.trainer import TrainerModel
-from trireme.trainer.model.cpu_attention import attend_on_cpu
 from trireme.trainer.model.forward import attach_scorer, scorer_of, shared_frac
-from trireme.trainer.model.packing.attention import ARGUMENT, FLASH, PackedRow, row_given, use_packed_attention
-from trireme.trainer.parallel.context_parallel import SharedRow, Team, share_attention
-from trireme.trainer.parallel.mesh import World
+from trireme.trainer.model.packing.attention import ARGUMENT, FLASH, PackedRow, attend_on_cpu, use_packed_attention
 
 CPU = torch.device("cpu")
 
 
-def build_model() -> PreTrainedModel:
-    torch.manual_seed(7)
-    config = build_config("qwen3")
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
-
-
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))
-def test_buckets_hold_every_sample_once_and_waste_less_than_a_quarter(lengths: list[int]) -> None:
+def test_buckets_hold_every_sample_once_and_waste_less_than_a_quarter(lengths):
     found = buckets(lengths)
     assert sorted(index for bucket in found for index in bucket) == list(range(len(lengths)))
     for bucket in found:
@@ -45,7 +35,7 @@ def test_buckets_hold_every_sample_once_and_waste_less_than_a_quarter(lengths: l
 
 
 @given(st.lists(st.lists(st.sampled_from([1, 256, 65536]), min_size=1, max_size=8), min_size=1, max_size=12))
-def test_packed_samples_share_exactly_their_common_prefixes(samples: list[list[int]]) -> None:
+def test_packed_samples_share_exactly_their_common_prefixes(samples):
     found = share_prefixes(np.concatenate(samples).astype(np.int32), [len(sample) for sample in samples])
     beginnings = [tuple(sample[: end + 1]) for sample in samples for end in range(len(sample))]
     place_of: dict[tuple[int, ...], int] = {}
@@ -56,7 +46,7 @@ def test_packed_samples_share_exactly_their_common_prefixes(samples: list[list[i
 
 @pytest.mark.parametrize(("dropout", "shares"), [(0.0, True), (0.1, False)])
 def test_nothing_is_shared_where_chance_has_a_say(dropout, shares, world):
-    model = build_model().eval()
+    model = build_attending_model().eval()
     model.model.layers[0].mlp.adapter_drops = torch.nn.Dropout(dropout)
     attach_scorer(model, TrainerModel(), world)
     scorer = scorer_of(model, CPU)
@@ -66,7 +56,7 @@ def test_nothing_is_shared_where_chance_has_a_say(dropout, shares, world):
 
 
 def test_a_model_whose_samples_see_one_another_without_a_mask_keeps_it(world):
-    model = build_model()
+    model = build_attending_model()
 
     def lose_row(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {name: value for name, value in kwargs.items() if name != ARGUMENT}
@@ -78,7 +68,7 @@ def test_a_model_whose_samples_see_one_another_without_a_mask_keeps_it(world):
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 3), (8, 1)])
-def test_short_attention_has_the_results_and_gradients_of_the_formula(heads: int, groups: int) -> None:
+def test_short_attention_has_the_results_and_gradients_of_the_formula(heads, groups):
     draw = torch.Generator().manual_seed(heads * 100 + groups)
     inputs = [
         torch.randn(5, count, 23, size, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -93,18 +83,6 @@ def test_short_attention_has_the_results_and_gradients_of_the_formula(heads: int
         torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_of_a_shared_row_sees_a_tokens_own_sample_and_window(window: int | None) -> None:
-    row = SharedRow(Team(1, 2), [5, 6], CPU)  # rank 1's part begins within the second sample
-    query = torch.zeros(1, 1, 12, 4)
-    mask = row.mask("sdpa", window, query)[0, 0]
-    sample, place = np.repeat([0, 1, 2], [5, 6, 1]), positions([5, 6, 1])  # what the row lacks is a sample of its own
-    distance = place[:, None] - place
-    expected = (sample[:, None] == sample) & (distance >= 0) & (distance < (window or 99))
-    assert mask.bool().tolist() == expected.tolist()
-    assert row.mask("sdpa", window, query) is row.mask("sdpa", window, query)
-
-
 ROW = [5, 6, 1, 9]
 SHAPES = [(4, 4, 16, 16, None), (4, 2, 16, 16, 1), (6, 3, 20, 12, 3), (4, 1, 5, 9, None), (2, 2, 8, 8, 30)]
 
@@ -114,7 +92,7 @@ SHAPES = [(4, 4, 16, 16, None), (4, 2, 16, 16, 1), (6, 3, 20, 12, 3), (4, 1, 5, 
 def test_flash_attention_of_a_row_is_that_of_sdpa_with_a_mask(heads, groups, size, value_size, window, is_shared):
     """In results and gradients; heads may be of any size, those of values of another, and prefixes shared."""
     places = np.concatenate([np.arange(11), [0], np.arange(5), np.arange(11, 15)]) if is_shared else None
-    model, row = build_model(), PackedRow(ROW, CPU, places)
+    model, row = build_attending_model(), PackedRow(ROW, CPU, places)
     at = torch.arange(21) if places is None else torch.from_numpy(places)
     draw = torch.Generator().manual_seed(heads)
     inputs = [
@@ -142,7 +120,7 @@ def test_flash_attention_of_a_row_is_that_of_sdpa_with_a_mask(heads, groups, siz
 
 
 @pytest.mark.parametrize("fault", [{"sliding_window": 5, "layer": 1}, {"sliding_window": None}, {"softcap": 9.0}])
-def test_attention_that_the_flash_kernel_lacks_keeps_its_masks(fault: dict[str, Any], world: World) -> None:
+def test_attention_that_the_flash_kernel_lacks_keeps_its_masks(fault, world):
     """A window that a layer has not by its configuration, one that it does not pass on, and capped scores."""
     config = build_config("gemma3_text")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -156,24 +134,3 @@ def test_attention_that_the_flash_kernel_lacks_keeps_its_masks(fault: dict[str, 
         assert not scorer_of(model, CPU).is_packed
     assert len(windows) == fault.get("layer", 0)  # layers before it
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_team_runs_flash_attention() -> None:
-    model, row = build_model(), SharedRow(Team(), [5, 6], CPU)
-    inputs = {"input_ids": torch.arange(11)[None], "position_ids": row.position_ids, "use_cache": False}
-    with torch.no_grad(), flash_on_cpu() as windows:
-        expected = model(**inputs).logits
-        use_packed_attention(model, FLASH)
-        share_attention(model, 1)
-        with row_given():
-            found = model(**inputs, shared_row=row, **{ARGUMENT: PackedRow(row.lengths, CPU)}).logits
-    torch.testing.assert_close(found, expected)
-    assert len(windows) == len(model.model.layers)
-
-
-@pytest.mark.parametrize(("attention", "team_size", "problem"), [("eager", 2, '"eager"'), ("sdpa", 3, "4 attention")])
-def test_attention_that_cannot_be_shared_is_refused(attention: str, team_size: int, problem: str) -> None:
-    model = build_model()
-    model.set_attn_implementation(attention)
-    with pytest.raises(ConfigError, match=problem):
-        share_attention(model, team_size)

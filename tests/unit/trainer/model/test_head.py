@@ -9,13 +9,9 @@ import transformers
 from peft import LoraConfig, inject_adapter_in_model
 
 from support.models.live_bytes import LiveBytes
-from support.models.tiny import largest_difference, one_row, random_samples, take_gradients
+from support.models.tiny import largest_difference, take_gradients
 from trireme.algo.loss.logprobs import Choices
-from trireme.config.trainer import TrainerModel
-from trireme.messages import MicroBatch
-from trireme.trainer.model.forward import compute_columns, scorer_of
 from trireme.trainer.model.head import Head, HeadOutput, NoHead, Targets, score_in_chunks
-from trireme.trainer.model.model import load_model
 
 K, V = 45, 97
 SIZES = {
@@ -138,25 +134,3 @@ def test_the_gradient_of_a_low_precision_head_does_not_suffer_from_chunks():
     expected = gradient(torch.float64, 4000)
     errors = [float((gradient(torch.bfloat16, chunk) - expected).norm()) for chunk in (4000, 8)]
     assert errors[1] < 1.5 * errors[0]
-
-
-def test_logprob_chunks_hold_only_tokens_that_are_trained_on(tiny_model, world):
-    row = one_row(random_samples([30, 22, 9]))
-    num_scored = int(row.tokens.loss_mask.sum())
-    for chunk in (5, 1024):
-        model, lengths = load_model(TrainerModel(head_chunk=chunk), str(tiny_model), world), []
-        scorer_of(model, world.device)
-        hook = model.lm_head.register_forward_pre_hook(lambda _, args, to=lengths: to.append(args[0].shape[-2]))
-        compute_columns(model, row, world.device)
-        hook.remove()
-        assert (sum(lengths), max(lengths)) == (num_scored, min(chunk, num_scored))
-
-
-def test_temperatures_keep_their_precision_where_the_model_runs_in_less(tiny_model, world):
-    model = load_model(TrainerModel(optimization_dtype="bfloat16"), str(tiny_model), world)
-    row = one_row(random_samples([30]))
-    found = []
-    for temperature in (0.7, float(torch.tensor(0.7, dtype=torch.bfloat16))):
-        other = MicroBatch(tokens=row.tokens, lengths=row.lengths, temperatures=[temperature])
-        found.append(compute_columns(model, other, world.device).logprobs)
-    assert not torch.equal(*found)

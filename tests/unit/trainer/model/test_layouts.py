@@ -1,40 +1,31 @@
 """Checkpoints as they are published, joined or in few bits, are trained, served and exported as what they mean."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from support.models import moe
 from support.models.families import MROPE, build_config, logits, publish, row, save_family
 from support.models.low_bit import LOW_BIT, save_low_bit
 from support.models.tiny import are_equal, content_of, open_store, random_samples, save_run, train_step, weights_of
-from trireme.base.errors import ConfigError
 from trireme.config.trainer import Lora, Optimizer, TrainerModel, Vlm
 from trireme.tools.export.export import command as export
 from trireme.tools.export.merging import export_merged
 from trireme.tools.export.weights_folder import open_model
 from trireme.trainer.checkpoint.state import TrainerState
-from trireme.trainer.model.layouts import Region, TensorLayout, UnsupportedLayout, identity_layout
+from trireme.trainer.model.layouts import Region, UnsupportedLayout, identity_layout
 from trireme.trainer.model.model import load_model
 from trireme.trainer.optim.optimizer import build_optimizer
-from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.served_weights import served_specs, served_tensors
-from trireme.transport.weights.published_files import PublishedFiles
 
 SOURCES = {name: torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("abcd")}
 
 
-def experts(of: Callable[[str], Any]) -> Any:
+def experts(of):
     """As a checkpoint's experts become one tensor: joined in pairs, stacked, turned."""
     pairs = [torch.cat([of("a"), of("b")]), torch.cat([of("c"), of("d")])]
     return torch.transpose(torch.stack(pairs), 1, 2)
@@ -56,7 +47,7 @@ def test_a_part_is_read_from_the_parts_of_the_sources_that_it_needs(region):
     assert sum(each.numel() for each in read) == target.numel()
 
 
-def laid(name: str) -> TensorLayout:
+def laid(name):
     return identity_layout(name, SOURCES[name].shape)
 
 
@@ -92,34 +83,6 @@ def test_low_bit_model_trains_serves_and_exports_like_a_plain_one(config, tiny_m
         assert are_equal(dict(open_model(tmp_path / "merged").tensors()), meant)
 
 
-def test_any_region_is_that_of_the_whole_and_scales_may_be_exponents(tmp_path: Path) -> None:
-    numbers, path = torch.Generator().manual_seed(1), tmp_path / "model.safetensors"
-    blocks = torch.randint(256, (2, 3, 2, 16), generator=numbers, dtype=torch.uint8)
-    scales = torch.tensor([0, 1, 2, 100, 126, 127, 128, 129, 130, 200, 253, 254], dtype=torch.uint8).reshape(2, 3, 2)
-    save_file({"e_blocks": blocks, "e_scales": scales}, path)
-    files = PublishedFiles([path], {"quant_method": "mxfp4"})
-    region = (slice(1, 2), slice(5, 64), slice(1, 3))
-    assert torch.equal(files.read("e", region), convert_moe_packed_tensors(blocks, scales)[region])
-    values = torch.randn(2, 140, 70, generator=numbers).to(torch.float8_e4m3fn)
-    exponents, region = scales.transpose(1, 2)[:, :1], (slice(1, 2), slice(33, 135), slice(29, 65))
-    for stored in (exponents.contiguous(), torch.exp2(exponents.float() - 127)):
-        save_file({"w": values, "w_scale_inv": stored}, path)
-        files = PublishedFiles([path], {"quant_method": "fp8", "weight_block_size": [140, 30]})
-        whole = values.double() * torch.exp2(exponents.double() - 127).repeat_interleave(30, 2)[..., :70]
-        assert torch.equal(files.read("w", region), whole[region].bfloat16())
-
-
-def test_values_without_their_scales_are_refused_by_name(tmp_path: Path) -> None:
-    values = torch.ones(200, 64).to(torch.float8_e4m3fn)
-    for scales, words in (
-        ({}, r"a.weight as F8_E4M3 without scales .*Take such a copy"),
-        ({"a.weight_scale_inv": torch.ones(1, 1)}, r"a.weight_scale_inv \[1, 1\] .*expected \[2, 1\]"),
-    ):
-        save_file({"a.weight": values, **scales}, tmp_path / "m.safetensors")
-        with pytest.raises(ConfigError, match=words):
-            PublishedFiles([tmp_path / "m.safetensors"], {"quant_method": "fp8", "weight_block_size": [128, 128]})
-
-
 @pytest.mark.parametrize(
     ("kind", "vlm", "lora"),
     [
@@ -128,8 +91,8 @@ def test_values_without_their_scales_are_refused_by_name(tmp_path: Path) -> None
     ],
 )
 def test_untrained_parts_of_a_published_checkpoint_are_exported_to_the_bit(
-    kind: str, vlm: Vlm | None, lora: Lora | None, tiny_model: Path, tmp_path: Path, world: World
-) -> None:
+    kind, vlm, lora, tiny_model, tmp_path, world
+):
     """A vision encoder that is held (`vlm`) is served, and exported in the precision of the rest."""
     rope = {"rope_parameters": MROPE} if vlm else {}
     folder = save_family(tmp_path / "model", build_config(kind, vocab_size=128, **rope))

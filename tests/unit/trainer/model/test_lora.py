@@ -35,7 +35,7 @@ WITH_EXPERTS = ("gpt_oss", "qwen3_next", "lfm2_moe")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
+def folders(tmp_path_factory, tiny_model):
     untied = build_config("qwen3", vocab_size=tiny.VOCABULARY, tie_word_embeddings=False)
     experts = build_config("qwen3_moe", vocab_size=tiny.VOCABULARY)
     made = {

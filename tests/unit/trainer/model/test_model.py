@@ -1,7 +1,5 @@
 """Every architecture is the model that transformers would have loaded, and stays itself in packed rows."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -31,7 +29,6 @@ from support.models.tiny import are_equal, one_row, random_samples, take_gradien
 from trireme.base.errors import ConfigError
 from trireme.config.trainer import ActivationCheckpointing, TrainerModel
 from trireme.orchestrator.weights.update import TIMES_NOISE
-from trireme.trainer.checkpoint.export import describe_model
 from trireme.trainer.model.forward import Scorer, compute_columns, scorer_of
 from trireme.trainer.model.hub_names import hub_names, sources_of
 from trireme.trainer.model.model import load_model
@@ -52,13 +49,13 @@ FLASH = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
     return {kind: save_family(root / kind, build_config(kind)) for kind in CONFIGS | SIBLINGS}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_it_is_the_model_that_transformers_loads(checkpoints: dict[str, Path], kind: str, world: World) -> None:
+def test_it_is_the_model_that_transformers_loads(checkpoints, kind, world):
     """With eager attention where it has no other."""
     options = {"dtype": torch.float32, "attn_implementation": ATTENTION.get(kind, "sdpa")}
     expected = AutoModelForCausalLM.from_pretrained(checkpoints[kind], **options).train()
@@ -102,7 +99,7 @@ def test_published_weight_names_map_to_the_model_and_back(checkpoints, kind, wor
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, *SIBLINGS])
-def test_samples_of_a_packed_row_are_as_each_alone(checkpoints, kind: str, world: World) -> None:
+def test_samples_of_a_packed_row_are_as_each_alone(checkpoints, kind, world):
     """In logprobs and gradients, where layers are recomputed and prefixes shared."""
     scorer = compare_with_each_alone(TrainerModel(ac=ActivationCheckpointing()), checkpoints[kind], world)
     is_packed = kind not in (*WINDOWS, *WITH_MASKS)
@@ -111,7 +108,7 @@ def test_samples_of_a_packed_row_are_as_each_alone(checkpoints, kind: str, world
 
 
 @pytest.mark.parametrize("kind", FLASH)
-def test_samples_under_flash_attention_are_as_each_alone(checkpoints, kind: str, world: World) -> None:
+def test_samples_under_flash_attention_are_as_each_alone(checkpoints, kind, world):
     """Through torch's `varlen_attn`, with windows, where attention is not recomputed."""
     config = TrainerModel(attn="flash_attention_2", ac=ActivationCheckpointing(mode="selective"))
     with families.flash_on_cpu() as windows:
@@ -147,7 +144,7 @@ def compare_with_each_alone(config: TrainerModel, folder: Path, world: World) ->
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "lfm2_moe", "mamba2"])
-def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, kind: str, world: World) -> None:
+def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, kind, world):
     """Others: another cap of attention scores, or a convolution that stayed as it was, both off by a little."""
     half = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.bfloat16, attn_implementation="eager")
     model = load_model(TrainerModel(attn="eager"), str(checkpoints[kind]), world)
@@ -172,7 +169,7 @@ def test_a_probe_admits_the_same_weights_in_bfloat16_and_no_others(checkpoints, 
     assert (difference() > TIMES_NOISE * noise) == (kind != "qwen3")
 
 
-def test_page_of_models_agrees_with_what_was_measured_on_each_family() -> None:
+def test_page_of_models_agrees_with_what_was_measured_on_each_family():
     """`benchmarks/models/families.py` measures, and docs/models.md has a row for families that are alike."""
     from benchmarks.models import families as measuring  # it sets the number of threads
 
@@ -193,7 +190,7 @@ def test_page_of_models_agrees_with_what_was_measured_on_each_family() -> None:
     assert [kind for kind in stored["refused"] if f"`{kind.split()[0]}`" not in page] == []
 
 
-def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path: Path, world: World) -> None:
+def test_a_decoder_within_a_model_that_sees_is_found_and_trained(tmp_path, world):
     folder = str(save_family(tmp_path, build_vision_config()))
     model = load_model(TrainerModel(), folder, world)
     assert decoder_layers(model) == list(model.model.language_model.layers)
@@ -241,7 +238,7 @@ def test_damaged_missing_and_other_weights_are_refused_by_name(checkpoints, kind
 
 
 @pytest.mark.parametrize("kind", families.NOT_FOR_PACKED_ROWS)
-def test_models_that_cannot_keep_samples_of_a_row_apart_are_refused(kind: str, tmp_path: Path, world: World) -> None:
+def test_models_that_cannot_keep_samples_of_a_row_apart_are_refused(kind, tmp_path, world):
     build_config(kind).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="cannot be trained on packed rows"):
         load_model(TrainerModel(from_scratch=True, attn="eager"), str(tmp_path), world)
@@ -255,7 +252,7 @@ def test_a_head_that_is_tied_may_be_in_the_files_if_it_agrees(checkpoints, tmp_p
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_files_in_parts_and_in_half_precision_are_read(tmp_path: Path, world: World) -> None:
+def test_files_in_parts_and_in_half_precision_are_read(tmp_path, world):
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(build_config("qwen3_moe"), dtype=torch.bfloat16)
     plain.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -264,38 +261,10 @@ def test_files_in_parts_and_in_half_precision_are_read(tmp_path: Path, world: Wo
     assert all(torch.equal(whole(held[name]), tensor.float()) for name, tensor in plain.state_dict().items())
 
 
-def test_a_pass_without_gradients_leaves_each_rank_its_float32_parts(tiny_model: Path, world: World) -> None:
+def test_a_pass_without_gradients_leaves_each_rank_its_float32_parts(tiny_model, world):
     """What is gathered, in bfloat16, would otherwise be saved or sent as the model."""
     config = TrainerModel(reshard_after_forward=False, optimization_dtype="bfloat16")
     model = load_model(config, str(tiny_model), world)
     with torch.no_grad():
         compute_columns(model, one_row(random_samples([9, 14])), world.device)
     assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
-
-
-SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
-NOISY = {
-    "gpt2": {"n_positions": 128},
-    "opt": {"ffn_dim": 128, "max_position_embeddings": 128, "word_embed_proj_dim": 64, "layerdrop": 0.2},
-    "phi": {"intermediate_size": 128, "resid_pdrop": 0.1},
-    "llama": {"intermediate_size": 128, "attention_dropout": 0.1},
-    "falcon": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
-}
-
-
-@pytest.mark.parametrize("kind", NOISY)
-def test_dropout_of_a_model_is_switched_off_and_published_again(kind: str, tmp_path: Path, world: World) -> None:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES, **NOISY[kind])
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder := tmp_path / "published")
-    model = load_model(TrainerModel(), str(folder), world)
-    row = one_row(random_samples([40, 20]))
-    with torch.no_grad():
-        trained = compute_columns(model, row, world.device).logprobs
-        assert torch.equal(trained, compute_columns(model.eval(), row, world.device).logprobs)
-    (exported := tmp_path / "exported").mkdir()
-    describe_model(exported, model, torch.float32)
-    published, found = (json.loads((each / "config.json").read_text()) for each in (folder, exported))
-    drops = {name: value for name, value in published.items() if "drop" in name}
-    assert any(drops.values())
-    assert {name: found[name] for name in drops} == drops

@@ -1,6 +1,5 @@
 """Mixtures of experts in the trainer: any way of computing them is the same model, and tokens go where they went."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,7 +92,7 @@ def test_replayed_experts_are_weighed_by_the_trainers_router():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_moe(tmp_path_factory.mktemp("qwen3_moe"))
 
 

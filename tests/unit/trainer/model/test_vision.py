@@ -1,7 +1,5 @@
 """Pictures in the trainer: a packed row gives what transformers computes of each sample alone, forward and backward."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from dataclasses import replace
@@ -52,7 +50,7 @@ def image(digest: str) -> Image.Image:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("vision")
     for kind in SEEING:
         save_family(root / kind, build_config(kind, rope_parameters=MROPE))

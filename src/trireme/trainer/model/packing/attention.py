@@ -4,7 +4,7 @@ For packed samples, transformers' `sdpa` masks the whole row: T x T pairs per la
 L, and no fast kernel. Here are two ways without a mask:
 
 - `sdpa`, in buckets of samples of similar length: the tokens of each sample are gathered into [samples, L],
-  transformers' own `sdpa` runs on them as plain causal attention (`cpu_attention` for short samples on a CPU), and the
+  transformers' own `sdpa` runs on them as plain causal attention (`attend_on_cpu` for short samples on a CPU), and the
   results go back to their places.
 - `flash`: torch's own kernel of flash attention takes the samples one behind the other with the places where they end.
   It needs no package, and it knows windows.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from trireme.algo.model import activations
 from trireme.algo.packing import buckets
-from trireme.trainer.model.cpu_attention import attend_on_cpu, is_faster_on_cpu
 
 SDPA, FLASH = "packed_samples", "packed_varlen"
 """Names under which transformers knows them. None contains "flash": its models would prepare arguments of another
@@ -39,6 +39,9 @@ LARGEST_HEAD = 256
 
 UNKNOWN_TO_FLASH = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
 """Arguments of transformers' attention functions that change scores, or choose them, and that the kernel lacks."""
+
+SHORT = {dtype: activations.SHORT[dtype.itemsize] for dtype in (torch.bfloat16, torch.float32)}
+"""Tokens of a sample up to which `attend_on_cpu` is faster."""
 
 ARGUMENT = "packed_row"  # the argument under which a row travels through the model's forward pass
 
@@ -255,3 +258,40 @@ def _has_window(module: nn.Module) -> bool:
     if layers:
         return layers[module.layer_idx] == "sliding_attention"
     return bool(getattr(module.config, "sliding_window", None))
+
+
+def is_faster_on_cpu(query: torch.Tensor) -> bool:
+    """Return whether `attend_on_cpu` is faster for `query` [S, H, L, D]."""
+    return query.device.type == "cpu" and query.shape[2] <= SHORT.get(query.dtype, 0)
+
+
+def attend_on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float) -> torch.Tensor:
+    """Compute softmax(scaling q k^T) v over each token and those before it (Vaswani et al. 2017, equation 1).
+
+    torch's kernel keeps nothing of the size L x L and is faster for long samples. For short ones its backward pass is
+    several times slower: written out, a training step of 20M parameters on samples of 142 tokens takes 4.66 instead of
+    5.83 s (`benchmarks/trainer/attention.py`, docs/benchmarks.md).
+
+    Args:
+        query: [S, H, L, D], of H heads.
+        key: [S, K, L, D], K a divisor of H: consecutive heads of queries share a head of keys.
+        value: as `key`, or with another size of a head, as in latent attention.
+
+    Returns:
+        [S, L, H, D], D as of `value`.
+    """
+    samples, heads, length, size = query.shape
+
+    # Queries that share a head of keys are stacked, so that one product serves all of them.
+    shared = key.shape[1]
+    together = (query * scaling).reshape(samples, shared, heads // shared * length, size)
+    scores = (together @ key.transpose(-1, -2)).view(samples, heads, length, length)
+    weights = (scores + _causal_mask(length, query.dtype)).softmax(-1)
+    found = weights.view(samples, shared, -1, length) @ value
+    return found.view(samples, heads, length, -1).transpose(1, 2)
+
+
+@lru_cache(64)
+def _causal_mask(length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return [L, L] -inf where a token would see a later one."""
+    return torch.full((length, length), -torch.inf, dtype=dtype).triu(1)

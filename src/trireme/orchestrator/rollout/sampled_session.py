@@ -1,11 +1,10 @@
-"""The model's side of one rollout: answers its turns, keeps them on disk if a program plays, records their tokens."""
+"""A live rollout whose turns our engines sample: the session that answers them and keeps their tokens."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,53 +12,77 @@ import jinja2
 
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
+from trireme.config.orchestrator import Sampling
 from trireme.journal.model_turn import Turn
 from trireme.journal.records import Rollout
 from trireme.journal.targets import num_sampled
-from trireme.journal.turns import TurnLog, prompt_digest
+from trireme.journal.turns import RolloutLog, prompt_digest
 from trireme.orchestrator.engines.pool import PromptTooLong, RequestRefused
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.chat import NoRoomForToken
-from trireme.orchestrator.rollout.pictures import read_messages
+from trireme.orchestrator.rollout.pictures import read_messages, read_transcript
 from trireme.orchestrator.rollout.sampling import TurnSampling
 from trireme.orchestrator.rollout.trajectory import Prompt, Strategy, Trajectory
 from trireme.orchestrator.rollout.turn_reader import call_id
-from trireme.orchestrator.session.session import RolloutFailed
+from trireme.orchestrator.session.session import RolloutFailed, Session
 from trireme.orchestrator.session.wire import Ask, Done, ErrorKind, FinishReason, Reply
 
 if TYPE_CHECKING:
-    from trireme.orchestrator.rollout.runner import RolloutRunner
+    from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 
 PROMPT_TOO_LONG = "prompt_too_long"
 
 
-@dataclass(eq=False)
-class Conversation:
-    """The model's side of one rollout: answers its turns and records their tokens."""
+class SampledSession(Session):
+    """A live rollout whose turns our engines sample: the session, and the trajectory of its tokens."""
 
-    runner: RolloutRunner
-    sampling: TurnSampling
-    environment: Environment
-    example: int
-    trained: bool
-    log: TurnLog | None  # turns of an earlier, interrupted run of this attempt; new ones are added
-    template: dict[str, Any]  # variables of the chat template: the run's, and those of the environment's table
-    # turns still being sampled for a player that has died, keyed by their prompt's digest
-    _lost: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
-    _is_over: bool = False
-    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        environment: Environment,
+        spec: RolloutSpec,
+        sampling: Sampling,
+        *,
+        trained: bool,
+        log: RolloutLog | None = None,
+    ) -> None:
+        """
+        Args:
+            log: turns of an earlier, interrupted run of this attempt; new ones are added.
+        """
+        self.sampling = TurnSampling(
+            sampling,
+            run_seed=runner.run_seed,
+            key=spec.name,
+            attempt=spec.attempt,
+            trained=trained,
+            vocab_size=runner.tokenizer.vocab_size or runner.tokenizer.num_tokens,
+        )
+        super().__init__(spec.task(environment, self.sampling.own), log=log)
+        self.runner, self.environment, self.spec = runner, environment, spec
 
-    def __post_init__(self) -> None:
-        self._agent, self._has_programs = self.environment.config.agent, self.environment.uses_gateway
-        self.restart()
+        # variables of the chat template: the environment's table replaces the run's, and each turn's request both
+        table = {"chat_template_kwargs": environment.config.chat_template_kwargs}
+        self.template = runner.read_by_template(sampling.template_request, table)
+
+        # turns still being sampled for a player that has died, keyed by their prompt's digest
+        self._lost: dict[str, asyncio.Task[Turn]] = {}
+        self._is_over = False
+        self._asking = asyncio.Lock()
+        self._begin_trajectory()
 
     def restart(self) -> None:
         """Forget everything: the environment begins the rollout again."""
-        runner = self.runner
-        strategy: Strategy = runner.config.orchestrator.trajectory_strategy
+        self._begin_trajectory()
+        if self.log is not None:
+            self.log.rewind()
+
+    def _begin_trajectory(self) -> None:
         # programs change what they send back, so their conversations are never compared to the letter
-        if self._has_programs:
-            strategy = "tolerant"
+        runner = self.runner
+        strategy: Strategy = (
+            "tolerant" if self.environment.uses_gateway else runner.config.orchestrator.trajectory_strategy
+        )
         self.trajectory = Trajectory(runner.tokenizer, strategy, runner.pictures, runner.max_model_len)
 
         self._refused: str | None = None  # why the last turn was refused as too long, if it was
@@ -67,8 +90,6 @@ class Conversation:
         self._cut: str | None = None  # limit that cut the last turn off (tokens or context), if one did
         self._num_asked = 0
         self._recorded: dict[str, int] = {}  # turns of the trajectory, by the calls that asked for them
-        if self.log is not None:
-            self.log.rewind()
 
     async def answer(self, request: Ask) -> Reply:
         """Answer a request of the environment. A request that cannot be answered is an error of this rollout alone.
@@ -77,14 +98,13 @@ class Conversation:
         """
         runner = self.runner
         # a program's session numbers its requests, and continues to if it is resumed; all others are counted here
-        number = self._num_asked + 1 if self._agent is None else int(request.call)
+        number = self._num_asked + 1 if self.environment.config.agent is None else int(request.call)
         try:
             # counting a prompt asks no engine and leaves the trajectory as it is
             if request.only_counts:
-                given = self._template_kwargs(request)
+                given = self.template | runner.read_by_template(request.sampling)
                 messages = await read_messages(request.messages, runner.pictures)
-                ids = self.trajectory.prompt_ids(messages, request.tools, request.trace, given)
-                return Reply(prompt_ids=ids)
+                return Reply(prompt_ids=self.trajectory.prompt_ids(messages, request.tools, request.trace, given))
 
             self._num_asked += 1
             runner.note_arguments(self.environment.name, request.sampling, self.sampling.own)
@@ -93,8 +113,8 @@ class Conversation:
             # shielded while pictures are read, as a request must take its number even if it is cancelled
             asking = self._count_and_ask(self.trajectory, request)
             asked = await (asking if runner.pictures is None else asyncio.shield(asking))
-            if self.trained and self.trajectory.strategy == "interleaved":
-                runner.note_continuation(asked, self.environment.name, self.example, self.template)
+            if self.sampling.trained and self.trajectory.strategy == "interleaved":
+                runner.note_continuation(asked, self.environment.name, self.spec.example, self.template)
 
             # with a log, a turn that an earlier player asked for is read from disk instead of being sampled again
             tools = request.tools if request.calls_tools else None
@@ -147,36 +167,62 @@ class Conversation:
             self._invalid = words
         return Reply(error=words, error_kind=kind)
 
-    def explain(self, failure: RolloutFailed) -> RolloutFailed:
+    def explain(self, failure: RolloutFailed) -> None:
         """Mark the failure as final if the first prompt was the reason, as a retry would have the same one."""
         if self._invalid is not None and not self._recorded:
             failure.is_final, failure.is_overlong = True, self._refused == self._invalid
             if self._invalid not in failure.error:
                 failure.error = f"{self._invalid} ({failure.error})"
-        return failure
 
     async def _count_and_ask(self, trajectory: Trajectory, request: Ask) -> Prompt:
         """Build the prompt of a turn. It is counted, in the order of requests, even if it is given up meanwhile: only
         pictures take their time."""
         async with self._asking:
             try:
-                given = self._template_kwargs(request)
+                given = self.template | self.runner.read_by_template(request.sampling)
                 messages = await read_messages(request.messages, self.runner.pictures)
             except ValueError:
                 trajectory.refuse()
                 raise
             return trajectory.ask(messages, request.tools, request.trace, given)
 
-    def _template_kwargs(self, request: Ask) -> dict[str, Any]:
-        """Return the variables of the chat template of a turn.
+    async def _sample_once(self, kept: RolloutLog, prompt: Prompt, sample: Callable[..., Any]) -> Turn:
+        """Return a turn that is on disk, or sample it, shielded: to its end, although its player dies."""
+        digest = prompt_digest(prompt.ids, prompt.pictures)
 
-        Raises: ValueError if the turn's request gives it what it cannot take.
+        # a player that died was waiting for this very turn: let it be written, then read it from disk
+        if digest in self._lost:
+            await asyncio.wait({self._lost.pop(digest)})
+        if (turn := kept.replay(digest)) is not None:
+            return turn
+
+        sampling: asyncio.Task[Turn] = asyncio.create_task(sample(digest, kept.life))
+        try:
+            return await asyncio.shield(sampling)
+        except asyncio.CancelledError:
+            if self._is_over:
+                sampling.cancel()
+            else:  # the worker or program that plays the rollout has died; its successor asks for this turn again
+                self._lost[digest] = sampling
+            raise
+
+    async def _sample(
+        self,
+        prompt: Prompt,
+        arguments: dict[str, Any],
+        tools: list[dict] | None,
+        number: int,
+        digest: str = "",
+        life: int = 0,
+    ) -> Turn:
+        """Sample a turn. If there is a log, it is on disk before it is answered.
+
+        Args:
+            digest: of the prompt, for the log.
+            life: of the log, when the turn was asked for.
         """
-        return self.template | self.runner.read_by_template(request.sampling)
-
-    async def _sample(self, prompt: Prompt, arguments: dict[str, Any], tools: list[dict] | None, number: int) -> Turn:
         # expert routes are replayed in training only, and the engine reports those that are not known yet
-        routes_from = prompt.routes_from if self.trained else None
+        routes_from = prompt.routes_from if self.sampling.trained else None
         shown: dict[str, Any] = {}
         if prompt.pictures and (pictures := self.runner.pictures):
             shown = {"pictures": prompt.pictures, "content_parts": await pictures.content_parts(prompt.pictures)}
@@ -188,54 +234,41 @@ class Conversation:
             number += 1
         read, more = self.runner.reader.read, {"template_kwargs": prompt.template_kwargs}
         turn.message = await read(prompt.ids, turn, tools, number=number, keeps_stop=keeps_stop, **more)
+        if self.log is None:
+            return turn
+
+        # in a thread, as the disk may be slow or full; the answer waits until the turn is safe
+        turn.prompt = digest
+        reach("turn.sampled")
+        if prompt.number > 0:
+            reach("turn.continued")
+        write = partial(self.runner.wait_for_room, "a model turn", self.log.path.parent, partial(self.log.write, turn))
+        await asyncio.get_running_loop().run_in_executor(self.runner.writers, write)
+        self.log.add(turn, life)
+        reach("turn.written")
         return turn
 
-    async def _sample_once(self, kept: TurnLog, prompt: Prompt, sample: Callable[[], Awaitable[Turn]]) -> Turn:
-        """Sample a turn, and write it to disk before it is answered; one that is there already is not sampled again."""
-        digest = prompt_digest(prompt.ids, prompt.pictures)
-
-        async def sample_and_keep(life: int) -> Turn:
-            turn = await sample()
-            turn.prompt = digest
-            reach("turn.sampled")
-            if prompt.number > 0:
-                reach("turn.continued")
-            # in a thread, as the disk may be slow or full; the answer waits until the turn is safe
-            write = partial(self.runner.wait_for_room, "a model turn", kept.path.parent, partial(kept.write, turn))
-            await asyncio.get_running_loop().run_in_executor(self.runner.writers, write)
-            kept.add(turn, life)
-            reach("turn.written")
-            return turn
-
-        # a player that died was waiting for this very turn: let it be written, then read it from disk
-        if digest in self._lost:
-            await asyncio.wait({self._lost.pop(digest)})
-        if (turn := kept.replay(digest)) is not None:
-            return turn
-
-        # shielded: a turn is sampled to its end and written although its player dies, so that none is sampled twice
-        sampling = asyncio.create_task(sample_and_keep(kept.life))
-        try:
-            return await asyncio.shield(sampling)
-        except asyncio.CancelledError:
-            if self._is_over:
-                sampling.cancel()
-            else:  # the worker or program that plays the rollout has died; its successor asks for this turn again
-                self._lost[digest] = sampling
-            raise
-
     def close(self) -> None:
+        """Free what it holds, and give up turns that are still sampled for a player that has died."""
         self._is_over = True
         for task in self._lost.values():
             task.cancel()
         if self.log is not None:
             self.log.close()
+        self.trajectory.release()
 
-    def finish(self, done: Done, issued: dict[str, Any]) -> Rollout:
+    async def finish(self, done: Done) -> Rollout:
         """Build the rollout from the recorded turns and the environment's result.
 
         Raises: RolloutFailed if there is nothing to train on, or rewards are for tokens that do not exist.
         """
+        try:
+            # the journal names pictures by their digests, so the transcript must not hold their data
+            done.prompt = await read_transcript(done.prompt, self.runner.pictures)
+            done.completion = await read_transcript(done.completion, self.runner.pictures)
+        except ValueError as error:
+            raise RolloutFailed("rollout", f"the conversation that the environment reports has {error}") from error
+
         # if the last turn never reached the program, what cut that turn off did not end the rollout
         given_up = [call for call in self._recorded if call in done.given_up]
         if given_up and given_up[-1] == next(reversed(self._recorded)) and self._refused is None:
@@ -245,13 +278,14 @@ class Conversation:
         for call in reversed(given_up):
             self.trajectory.take_back(self._recorded[call])
 
-        if self._agent is not None:
-            self.trajectory.keep(self._agent.train, only_with_tools=self._agent.only_with_tools)
+        agent = self.environment.config.agent
+        if agent is not None:
+            self.trajectory.keep(agent.train, only_with_tools=agent.only_with_tools)
         runs = self.trajectory.keep_runs(done.runs) if done.runs else []
 
         # an evaluation has a reward even without a model turn; training has nothing to learn from
         samples = self.trajectory.samples()
-        if self.trained and not samples:
+        if self.sampling.trained and not samples:
             asked = "gave up each model turn that it asked for" if self._num_asked else "never asked for a model turn"
             why = self._refused or f"The environment {asked}."
             raise RolloutFailed("rollout", f"{why} Nothing was sampled, so there is nothing to train on.")
@@ -262,14 +296,17 @@ class Conversation:
 
         # programs branch: record each conversation, and why turns on disk are in no sample
         played: dict[str, Any] = {}
-        if self._has_programs:
-            branches = self.trajectory.branches(has_transcript=self._agent is not None)
+        if self.environment.uses_gateway:
+            branches = self.trajectory.branches(has_transcript=agent is not None)
             played = {"branches": branches, "left_out": self._left_out()}
         return Rollout.of(
             done,
-            **issued,
+            env=self.environment.name,
+            example=self.spec.example,
+            attempt=self.spec.attempt,
+            temperature=self.sampling.sampling.temperature,
             **played,
-            info=done.info if self._agent or not self.trained else {},
+            info=done.info if agent or not self.sampling.trained else {},
             runs=runs,
             samples=samples,
             token_rewards=token_rewards,

@@ -6,9 +6,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,14 +21,13 @@ from starlette.websockets import WebSocketDisconnect
 
 from support.engines.answering import DEADLINE_S, answering, answering_http
 from support.engines.fake_engine import open_fake_engine
-from support.processes.limits import file_size_limit
 from support.processes.stage import until
 from support.runs.resolved_runs import refusals
 from support.runs.whole_run import build_config, run
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.network import SILENCE_S
 from trireme.base.processes import free_port
-from trireme.base.token import KEY_FILE, TOKEN, make_token, read_key, status_key, token, write_key
+from trireme.base.token import KEY_FILE, TOKEN, status_key, write_key
 from trireme.base.waiting import Waits
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
@@ -60,12 +57,12 @@ WRONG: list[Any] = [
 
 
 @pytest.fixture
-def secret(monkeypatch: pytest.MonkeyPatch) -> str:
+def secret(monkeypatch):
     monkeypatch.setenv(TOKEN, SECRET)
     return SECRET
 
 
-def open_app() -> TestClient:
+def open_app():
     async def answer(request: HttpRequest) -> JSONResponse:
         return JSONResponse(await request.json() if await request.body() else {})
 
@@ -85,7 +82,7 @@ def open_app() -> TestClient:
 # HTTP routes with a token
 
 
-def test_every_route_but_health_requires_the_token(secret: str) -> None:
+def test_every_route_but_health_requires_the_token(secret):
     client = open_app()
     for headers in WRONG:
         for path in ("/pause", "/metrics/deep", "/metrics/health", "/nowhere"):
@@ -104,7 +101,7 @@ def test_every_route_but_health_requires_the_token(secret: str) -> None:
         assert friend.receive_text() == "in"
 
 
-def test_orchestrator_shows_its_token_with_every_engine_request(tmp_path: Path, secret: str) -> None:
+def test_orchestrator_shows_its_token_with_every_engine_request(tmp_path, secret):
     outcome = run(build_config(tmp_path), engine={"token": secret})
     assert (outcome.error, len(outcome.records)) == (None, 3)
     assert outcome.engine.shown == {f"Bearer {secret}"}
@@ -122,7 +119,7 @@ def test_an_engine_with_another_token_never_counts_as_there(secret, monkeypatch,
     assert f"returned 401: its {TOKEN} differs" in caplog.text
 
 
-def test_the_status_key_opens_the_status_alone(tmp_path: Path, secret: str) -> None:
+def test_the_status_key_opens_the_status_alone(tmp_path, secret):
     config = RunConfig.model_validate({"output_dir": str(tmp_path)})
     client = TestClient(build_app(Status(config, Waits("orchestrator"), Peers())))
     bearer = {"Authorization": f"Bearer {status_key()}"}
@@ -148,7 +145,7 @@ def test_the_status_key_opens_the_status_alone(tmp_path: Path, secret: str) -> N
         {"Sec-Fetch-Site": "same-site"},
     ],
 )
-def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers) -> None:
+def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers):
     client = open_app()
     for path in ("/pause", "/weight_info", "/collective_rpc"):
         assert client.post(path, headers=headers).status_code == 403
@@ -168,7 +165,7 @@ def test_a_page_in_a_browser_of_this_machine_reaches_no_route(headers) -> None:
         (b"", 403),
     ],
 )
-def test_of_the_methods_of_a_worker_only_ours_can_be_called(body: bytes, code: int) -> None:
+def test_of_the_methods_of_a_worker_only_ours_can_be_called(body, code):
     answer = open_app().post("/collective_rpc", content=body)
     assert answer.status_code == code
     if code == 200:
@@ -179,7 +176,7 @@ OPENING = "host port uds middleware api_key allowed-origins ssl_keyfile config h
 
 
 @pytest.mark.parametrize("name", OPENING.split())
-def test_arguments_of_vllm_do_not_open_its_server(name: str) -> None:
+def test_arguments_of_vllm_do_not_open_its_server(name):
     (message,) = refusals(f"""--inference.args '{{"{name}" = "0.0.0.0"}}'""", "inference.args")
     assert f"inference.args.{name.replace('_', '-')}" in message
 
@@ -187,21 +184,7 @@ def test_arguments_of_vllm_do_not_open_its_server(name: str) -> None:
 # the key in a run's folder
 
 
-def test_a_key_lies_in_the_run_folder_for_its_owner_alone(tmp_path: Path) -> None:
-    assert make_token()
-    assert not make_token()  # a token that was given stays
-    write_key(tmp_path, token())
-    write_key(tmp_path, status_key())
-    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
-    assert read_key(tmp_path) == status_key() != token()
-    write_key(tmp_path, None)
-    with file_size_limit(9), pytest.raises(OSError, match="File too large"):
-        write_key(tmp_path, token())
-    assert read_key(tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_no_token_is_sent_to_an_address_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_is_sent_to_an_address_out_of_a_folder(tmp_path, monkeypatch):
     shown: list[str | None] = []
     with answering_http(lambda _, bearer: shown.append(bearer) or (404, b"")) as port:
         monkeypatch.setenv(TOKEN, SECRET)
@@ -231,18 +214,18 @@ QUESTION = Done(run_id=SECRET_WORD, version=3)
 SOON_S = 0.2
 
 
-def set_token(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
+def set_token(monkeypatch, token):
     monkeypatch.setenv(TOKEN, token) if token else monkeypatch.delenv(TOKEN, raising=False)
 
 
 @contextmanager
-def hearing(port: int | None = None) -> Iterator[tuple[str, list[Request]]]:
+def hearing(port=None):
     asked: list[Request] = []
     with answering(lambda request: asked.append(request) or Ok(), port) as address:
         yield address, asked
 
 
-def ask(address: str, *, deadline_s: float = DEADLINE_S) -> object:
+def ask(address, *, deadline_s=DEADLINE_S):
     with closing(ControlClient(address, Waits("trainer"), ask_again_s=SOON_S)) as client:
         return client.ask(QUESTION, what="leave", deadline_s=deadline_s)
 
@@ -282,7 +265,7 @@ def test_whoever_is_turned_away_does_not_knock_a_thousand_times(monkeypatch, our
     assert 1 <= knocks < 50
 
 
-def test_the_answer_comes_once_the_orchestrator_has_the_right_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_comes_once_the_orchestrator_has_the_right_token(monkeypatch):
     """A wrong one is no reason to end: whoever set it may be about to put it right."""
     port = free_port()
     found: list[object] = []
@@ -298,7 +281,7 @@ def test_the_answer_comes_once_the_orchestrator_has_the_right_token(monkeypatch:
     assert found == [Ok()]
 
 
-def test_a_stranger_who_knows_the_servers_key_alone_is_turned_away(secret: str) -> None:
+def test_a_stranger_who_knows_the_servers_key_alone_is_turned_away(secret):
     """The key of a CURVE server is called public; here it is not enough."""
     with hearing() as (address, asked), zmq.Context.instance().socket(zmq.DEALER) as stranger:
         stranger.linger, stranger.rcvtimeo = 0, int(SOON_S * 1000)
@@ -324,7 +307,7 @@ def test_what_is_said_can_be_read_on_the_way_only_where_there_is_no_token(monkey
 
 
 @contextmanager
-def tapped(address: str, heard: bytearray) -> Iterator[str]:
+def tapped(address, heard):
     """A wire tap for one connection: passes everything on, and keeps what passes."""
 
     def pass_on(source: socket.socket, sink: socket.socket) -> None:
@@ -344,7 +327,7 @@ def tapped(address: str, heard: bytearray) -> Iterator[str]:
         yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_control_connection_to_another_machine_has_a_heartbeat() -> None:
+def test_control_connection_to_another_machine_has_a_heartbeat():
     for host, option, value in [("203.0.113.1", "timeout", SILENCE_S * 1000), ("127.0.0.1", "ivl", 0)]:
         client = ControlClient(f"tcp://{host}:1", Waits("trainer"))
         assert getattr(client._socket, f"heartbeat_{option}") == value

@@ -26,6 +26,7 @@ from trireme.orchestrator.engines.responses import Called, CalledFunction, Parse
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.orchestrator.rollout.turn_reader import split_tool_calls
+from trireme.orchestrator.session.session import Session
 from trireme.orchestrator.session.wire import Ask, Done, Reply
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -154,13 +155,13 @@ class RandomConversation:
     uses_gateway = False
     name = "random"
 
-    async def run(self, task: Any, ask: Any, *, on_retry: Any, **_: Any) -> Done:
+    async def run(self, session: Session) -> Done:
         rng = self.rng
         messages: list[dict] = [{"role": "user", "content": rng.choice(["2 + 2?", "ä?", "the  question "])}]
         if rng.random() < 0.3:
             messages.insert(0, {"role": "system", "content": "Be brief."})
         for _ in range(rng.randrange(1, 6)):
-            reply = await self._ask(ask, messages)
+            reply = await self._ask(session.answer, messages)
             if reply is None:
                 break
             said = assistant_message(reply.content, reply.reasoning, reply.tool_calls or ())
@@ -244,15 +245,16 @@ def test_retried_rollout_never_gives_two_tool_calls_one_id(tmp_path, tokenizer):
     async def generate(*_: Any, **__: Any) -> Turn:
         return Turn(sampled, [-0.1] * len(sampled), [0] * len(sampled), "stop")
 
-    async def play(task: Any, ask: Any, *, on_retry: Any, **_: Any) -> Done:
+    async def play(session: Session) -> Done:
         async def said(number: int, *messages: dict) -> dict:
-            reply = await ask(Ask(task="t", call=f"{number}", messages=list(messages), tools=TOOLS, sampling={}))
+            question = Ask(task="t", call=f"{number}", messages=list(messages), tools=TOOLS, sampling={})
+            reply = await session.answer(question)
             return assistant_message("", None, reply.tool_calls)
 
         title, question = {"role": "user", "content": "a title"}, {"role": "user", "content": "2 + 2?"}
         await said(1, title)
         first = await said(2, question)
-        on_retry()
+        session.restart()
         assert await said(1, question) == first
         second = await said(2, question, first, {"role": "tool", "content": "4", "tool_call_id": "c"})
         ids.extend(call["id"] for said in (first, second) for call in said["tool_calls"])
@@ -267,11 +269,11 @@ def talk_twice(folder: Path, answers: list[str], template: str = QWEN_3) -> list
     """Roll out one conversation of two turns per answer, each of another example. The second turns are empty."""
     tokenizer = ChatTokenizer(write_tokenizer(folder, template))
 
-    async def play(task: Any, ask: Any, **_: Any) -> Done:
+    async def play(session: Session) -> Done:
         question = [{"role": "user", "content": "2 + 2?"}]
-        reply = await ask(Ask(task="t", call="1", messages=question, sampling={}))
+        reply = await session.answer(Ask(task="t", call="1", messages=question, sampling={}))
         more = [*question, assistant_message(reply.content, None, ()), {"role": "user", "content": "sure?"}]
-        await ask(Ask(task="t", call="2", messages=more, sampling={}))
+        await session.answer(Ask(task="t", call="2", messages=more, sampling={}))
         return Done(task="t", reward=1.0)
 
     async def generate(*_: Any, **__: Any) -> Turn:
@@ -312,8 +314,8 @@ QUIET = CHATML.replace("assistant\n' }}", "assistant\n' ~ quiet }}")
 def test_a_prompt_is_rendered_with_the_most_specific_template_variables(tmp_path, caplog, asked, shown):
     tokenizer, prompts = ChatTokenizer(write_tokenizer(tmp_path, QUIET)), []
 
-    async def play(task: Any, ask: Any, **_: Any) -> Done:
-        await ask(Ask(task="t", call="1", messages=[{"role": "user", "content": "a"}], sampling=asked))
+    async def play(session: Session) -> Done:
+        await session.answer(Ask(task="t", call="1", messages=[{"role": "user", "content": "a"}], sampling=asked))
         return Done(task="t", reward=1.0)
 
     async def generate(ids: list[int], *_: Any, **__: Any) -> Turn:

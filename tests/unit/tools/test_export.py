@@ -15,17 +15,14 @@ from support.processes.limits import small_disk
 from trireme.base.errors import ConfigError, JournalCorrupt
 from trireme.config.trainer import Lora, Optimizer, TrainerModel
 from trireme.tools.export.export import command as export
-from trireme.trainer.checkpoint.hf_files import write_model
 from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
 from trireme.trainer.optim.optimizer import build_optimizer
-from trireme.trainer.parallel.mesh import World
 from trireme.trainer.publish.served_weights import served_tensors
-from trireme.transport.weights.buckets import spec_of
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tiny_model, world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     state = open_state(tiny_model, world)
     for step in range(2):
@@ -99,27 +96,8 @@ def test_a_disk_without_room_is_said_and_left_as_it_was(run, tmp_path):
         assert list(disk.iterdir()) == []
 
 
-def test_files_of_the_most_allowed_size_hold_all_tensors_once(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    tensors = {f"t{i}": torch.randn(size, 3, generator=generator).bfloat16() for i, size in enumerate([4, 5, 40, 1, 1])}
-    tensors["scalar"] = torch.tensor(3.5)
-    tensors["counts"] = torch.arange(3)
-    tensors["none"] = torch.zeros(0, 4)
-    specs = [spec_of(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-    write_model(tmp_path, specs, tensors.items(), max_file_bytes=80)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    files = [name.split("-")[1] for name in index["weight_map"].values()]
-    assert files == ["00001"] * 2 + ["00002"] + ["00003"] * 5  # 54, 240, 40 bytes
-    assert index["metadata"]["total_size"] == 54 + 240 + 40
-    found = {}
-    for file in set(index["weight_map"].values()):
-        found |= load_file(tmp_path / file)
-    assert found.keys() == tensors.keys() == index["weight_map"].keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-
-
 @pytest.fixture
-def adapted(tiny_model: Path, world: World, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+def adapted(tiny_model, world, tmp_path):
     base = shutil.copytree(tiny_model, tmp_path / "base")
     model = load_model(TrainerModel(lora=Lora(rank=2, alpha=8)), str(base), world)
     state = TrainerState(model, build_optimizer(model, Optimizer(lr=1e-2)))

@@ -1,4 +1,4 @@
-"""The GPU benchmark says which section failed, which was skipped, and why."""
+"""The GPU benchmark says which section failed or was skipped; the one with TRL measures what it says."""
 
 import os
 import time
@@ -6,6 +6,7 @@ import time
 import pytest
 from benchmarks.gpu.driver import Sections, exit_code, table
 from benchmarks.gpu.section import Section, Skipped, part
+from benchmarks.trl.summary import rate, reached
 
 
 def works(device: str) -> None:
@@ -81,3 +82,16 @@ def test_usual_times_of_all_sections_fit_the_budget():
 
     assert sum(section.usual_s("cpu") for section in SECTIONS) <= BUDGET_S
     assert sum(section.usual_s("cuda") for section in SECTIONS if section.gpus == 1) <= BUDGET_S
+
+
+def test_benchmark_reaches_a_reward_at_a_mean_over_five_steps():
+    rewards = [0.9, 0.2, 0.6, 0.7, 0.6, 0.7, 0.9, 0.9]
+    steps = [
+        {"step": step, "ended_s": 1000.0 + 2 * step, "reward": reward, "tokens": 100, "cpu_s": 3.0 * step}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    times = {"began_s": 990.0, "first_s": 997.0, "first_cpu_s": 5.0, "ended_s": 2000.0}
+    result = times | {"steps": steps, "prompts": [[1]]}
+    assert reached(result, 0.7)["step"] == 7  # (0.6 + 0.7 + 0.6 + 0.7 + 0.9) / 5
+    assert reached(result, 0.8) is None
+    assert rate(result) == pytest.approx(8 * 100 / 19)
