@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path, PurePath
 from typing import Any
 
-from trireme.config.rows.machine import has_gpus
-from trireme.config.rows.rules import NO_GPU
+from trireme.config.rows.rules import NO_GPU, has_gpus
 from trireme.config.section import NONE
 from trireme.config.translation import Refused, Rule, Settings, value_at
 from trireme.tools.formats.row_rules import (
