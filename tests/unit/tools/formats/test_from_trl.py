@@ -15,6 +15,8 @@ from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
 from trireme.config.rules import problems
 from trireme.tools.formats.from_trl import command
+from trireme_worker.loading import load_adapter
+from trireme_worker.plain import PlainAdapter
 
 SCRIPT = """\
 import random
@@ -104,6 +106,13 @@ def test_carried_functions_score_as_they_would_there():
     row = made["dataset"][0]
     found = asyncio.run(made["reward"](["b", "bbb"], [[], []], [row, row]))
     assert [each["reward"] for each in found] == [1 + 2 * 1, 3 + 2 * 0]
+
+
+def test_worker_takes_the_file_that_was_written():
+    (environment,) = run(SCRIPT)["orchestrator"]["env"]
+    adapter = load_adapter("file", str(Path(environment["id"]).resolve()), args={})
+    assert isinstance(adapter, PlainAdapter)
+    assert (len(adapter.train), adapter.group_rewards) == (2, True)
 
 
 def test_only_what_is_needed_is_carried_as_it_is_written():

@@ -21,6 +21,8 @@ from trireme.config.translation import merged, translate
 from trireme.tools.formats import verl
 from trireme.tools.formats.environments.verl_rows import compute_score, load_environment
 from trireme.tools.formats.yaml_run import is_yaml_run, read_yaml_run
+from trireme_worker.loading import load_adapter
+from trireme_worker.plain import PlainAdapter
 
 ROW = {
     **{"data_source": "made/reverse", "prompt": [{"role": "user", "content": "abc"}], "ability": "text"},
@@ -237,6 +239,13 @@ def test_reward_function_is_called_with_the_row_by_keywords():
     )
     assert score(made, "cba") == {"reward": 1.5, "length": 3}
     assert score(made, "abcd") == {"reward": 0.5, "length": 4}
+
+
+def test_worker_takes_the_environment_that_the_run_names():
+    (environment,) = read().orchestrator.env
+    adapter = load_adapter("file", str(Path(environment.id).resolve()), args=environment.args)
+    assert isinstance(adapter, PlainAdapter)
+    assert (len(adapter.train), len(adapter.eval), adapter.group_rewards) == (70, 70, False)
 
 
 def test_async_reward_function_is_awaited():
