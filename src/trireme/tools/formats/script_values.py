@@ -6,17 +6,15 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import ast
 import operator
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.tools.formats.yaml_file import load, read_yaml
+from trireme.tools.formats.script_words import SCRIPT_DEFAULTS, read_typed, read_with_argparse
 
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
@@ -35,7 +33,6 @@ MOST_ITEMS = 1 << 20  # items of a list that is written as `[…] * n`
 TEXT_METHODS = ("split", "replace", "lower", "upper", "strip", "removeprefix", "removesuffix")
 MODULES = ("torch", "transformers", "argparse")
 """Modules of which `torch.bfloat16` and the like are read as words."""
-ACTIONS = {"argparse.BooleanOptionalAction": argparse.BooleanOptionalAction}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 PARSES = ("parse_args", "parse_known_args", "parse_args_and_config", "parse_args_into_dataclasses")
 
@@ -59,7 +56,6 @@ class Parsed:
 
     of: str
     values: dict[str, Any]
-    open: bool = False  # other names have values too, which are not known
 
 
 @dataclass
@@ -265,12 +261,12 @@ class Program:
         classes = given.elts if isinstance(given, ast.Tuple | ast.List) else [given] if given else []
         if not classes:
             raise Unreadable(call, "has classes that are known only when the script runs; write the values")
-        typed = _typed_words(self.words)
+        typed = read_typed(self.words)
         objects = []
         for each in classes:
             own = self._fields(name_of(each))
             values = own | typed if own is not None else dict(typed)
-            objects.append(Parsed(name_of(each), values, open=own is None))
+            objects.append(Parsed(name_of(each), values))
         return objects
 
     def _fields(self, name: str) -> dict[str, Any] | None:
@@ -298,67 +294,14 @@ class Program:
 
         Raises: ConfigError if the words are none of its arguments.
         """
-        copy = _Parser(prog=self.path.name, add_help=False)
-        types: dict[str, Callable[[str], Any]] = {
-            "int": int,
-            "float": float,
-            "str": str,
-            "bool": lambda text: bool(text),
-        }
+        arguments = []
         for call in self.calls("add_argument"):
             if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == parser:
                 words = {each.arg: each.value for each in call.keywords if each.arg and each.arg != "help"}
                 kwargs = {name: self.value(value) for name, value in words.items() if name != "type"}
-                if kwargs.get("action") in ACTIONS:
-                    kwargs["action"] = ACTIONS[kwargs["action"]]
-                if "type" in words:
-                    kwargs["type"] = types.get(name_of(words["type"]), str)
-                copy.add_argument(*map(self.value, call.args), **kwargs)
-
-        try:
-            return vars(copy.parse_args(self.words))
-        except argparse.ArgumentError as error:
-            raise ConfigError(
-                f"{self.path}: its own arguments {self.words} cannot be read ({error}) - expected those that the "
-                "script takes. Type them behind `--`."
-            ) from None
-
-
-SCRIPT_DEFAULTS: dict[str, dict[str, Any]] = {
-    "ScriptArguments": {
-        **{"dataset_name": None, "dataset_config": None, "dataset_train_split": "train", "dataset_test_split": "test"},
-        "dataset_streaming": False,
-    },
-    "ModelConfig": {
-        **{"model_name_or_path": None, "model_revision": "main", "dtype": "float32", "attn_implementation": None},
-        **{"use_peft": False, "load_in_8bit": False, "load_in_4bit": False},
-    },
-}
-"""Defaults of TRL's classes that scripts read by name; those of a trainer's configuration are in `trl.py`."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises its errors instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise argparse.ArgumentError(None, message)
-
-
-def _typed_words(words: list[str]) -> dict[str, Any]:
-    """Return `--key value --flag --config FILE` as a table, as TRL's parser reads it."""
-    table: dict[str, Any] = {}
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        if not (match := re.fullmatch(r"--([\w-]+)(?:=(.*))?", word, re.DOTALL)):
-            raise ConfigError(f"`{word}` is no argument of a script - expected `--key value`. Correct it.")
-        values = [match[2]] if match[2] is not None else []
-        while left and match[2] is None and not left[0].startswith("--"):
-            values.append(left.pop(0))
-        read = [load(value.strip(",")) for value in values]
-        table[match[1].replace("-", "_")] = True if not read else read[0] if len(read) == 1 else read
-    config = table.pop("config", None)
-    return (read_yaml(Path(str(config))) if config else {}) | table
+                kwargs |= {"type": ast.unparse(words["type"])} if "type" in words else {}
+                arguments.append((list(map(self.value, call.args)), kwargs))
+        return read_with_argparse(arguments, self.words, where=str(self.path))
 
 
 def name_of(node: ast.AST | None) -> str:

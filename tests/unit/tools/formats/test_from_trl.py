@@ -165,6 +165,11 @@ def test_words_that_the_script_does_not_take_are_refused(capsys: pytest.CaptureF
     assert capsys.readouterr().err == ""
 
 
+def test_argument_with_a_type_of_the_script_is_not_guessed():
+    before = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', type=rate, default='1')\n"
+    assert "rate('1')" in refusal(trainer("max_steps=5, learning_rate=args.lr", f"{before}args = p.parse_args()"))
+
+
 def test_parser_inside_of_a_function_is_read():
     before = "import argparse\ndef read():\n    p = argparse.ArgumentParser()\n"
     before += "    p.add_argument('--lr', type=float, default=2e-6)\n    return p.parse_args()\nargs = read()"
