@@ -72,8 +72,10 @@ VERL: tuple[Row, ...] = guarded(
         Row("data.apply_chat_template_kwargs", if_given("orchestrator.sampling.chat_template_kwargs")),
         Row("data.custom_cls.path", only(None, instead=WRITE_ENVIRONMENT)),
         Row("data.tool_config_path", only(None, instead=WRITE_ENVIRONMENT)),
+        Row("custom_reward_function", rules.set_custom),
+        Row("reward.custom_reward_function", rules.set_custom, since="0.9"),
         *idle("in the environment", "data.train_files data.val_files data.train_max_samples data.prompt_key"),
-        *idle("in the environment", "data.reward_fn_key custom_reward_function reward.custom_reward_function"),
+        *idle("in the environment", "data.reward_fn_key"),
         *idle("see val_before_train", "data.val_max_samples actor_rollout_ref.rollout.val_kwargs"),
         *idle("the engine takes all at once", "data.val_batch_size"),
         *idle("a prompt that does not fit costs its group", "data.filter_overlong_prompts data.truncation"),
@@ -200,10 +202,9 @@ VERL: tuple[Row, ...] = guarded(
 
 def environment(table: Table) -> Settings:
     """Return the environment that reads verl's rows and calls its reward function."""
-    custom = {
-        **(rules.of(table, "custom_reward_function") or {}),
-        **(rules.of(table, "reward.custom_reward_function") or {}),
-    }
+    above = ("custom_reward_function", "reward.custom_reward_function")
+    tables = [found for each in above if isinstance(found := rules.of(table, each), dict)]
+    custom = {key: value for each in tables for key, value in each.items()}
     args = {
         "train_files": rules.files_of(rules.of(table, "data.train_files")),
         "val_files": rules.files_of(rules.of(table, "data.val_files")) if rules.evaluates(table) else [],
@@ -214,9 +215,6 @@ def environment(table: Table) -> Settings:
 
     # The function is loaded by the environment's worker, never here.
     if custom.get("path"):
-        args |= {"reward_path": rules.files_of(custom["path"])[0]}
-        args |= {
-            "reward_name": custom.get("name") or "compute_score",
-            "reward_kwargs": custom.get("reward_kwargs") or {},
-        }
+        name, kwargs = custom.get("name") or "compute_score", custom.get("reward_kwargs") or {}
+        args |= {"reward_path": rules.files_of(custom["path"])[0], "reward_name": name, "reward_kwargs": kwargs}
     return {"id": str(Path(__file__).parent / "environments" / "verl_rows.py"), "name": "verl", "args": args}

@@ -247,6 +247,12 @@ def set_overlong(value: Any, table: Table) -> Settings | str:
     return {}
 
 
+def set_custom(value: Any, table: Table) -> Settings | str:
+    if not isinstance(value, dict | type(None)):
+        raise Refused("expected a table with `path` and `name`. Write `custom_reward_function.path=FILE.py`.")
+    return "in the environment"
+
+
 def set_manager(value: Any, table: Table) -> Settings | str:
     if value not in (None, "naive", "dapo", "prime"):
         raise Refused("expected naive, dapo or prime. Write an environment for another one: docs/environments.md.")

@@ -163,6 +163,7 @@ def test_gradient_norm_of_zero_bounds_nothing():
         ("reward_model.enable=True", "reward function"),
         ("reward_model.reward_manager=batch", "naive, dapo or prime"),
         ("data.train_files=missing.parquet", "missing.parquet"),
+        ("reward.custom_reward_function=mine.py", "custom_reward_function.path=FILE.py"),
         ("~data.train_files", "no data.train_files"),
         ("@", "the last word"),
     ],
