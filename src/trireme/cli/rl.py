@@ -26,6 +26,7 @@ from trireme.launch.origin import begin, check_origin
 from trireme.launch.plan import plan
 from trireme.launch.resume import check_resume, is_trained
 from trireme.launch.settings import print_changes, progress_of, write_settings
+from trireme.tools.formats.yaml_run import is_yaml_run, read_yaml_run
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
 
 def rl(argv: list[str]) -> int:
     devices = detect_devices()
-    config, invocation = load_run_config(argv, program="rl")
+    config, invocation = read_yaml_run(argv) if is_yaml_run(argv) else load_run_config(argv, program="rl")
     os.environ.update(config.env_vars)  # some decide where models are looked for
 
     # What went wrong is said in the keys that the user wrote.

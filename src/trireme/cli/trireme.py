@@ -40,6 +40,7 @@ VERBS = {
     "export": Verb(
         "tools.export.export", "writes a checkpoint as a model that transformers and vLLM load", abruptly=True
     ),
+    "from-trl": Verb("tools.formats.from_trl", "turns a script of TRL's GRPOTrainer or SFTTrainer into a run"),
     "gepa": Verb("tools.gepa.gepa", "improves an environment's system prompt by reflection, without training"),
     "lab": Verb("tools.workspace", "sets up a folder to work in: example configurations, environments, tiny models"),
     "login": Verb("cli.trireme", "explains where keys of other services go; there is nothing to log in to", "login"),

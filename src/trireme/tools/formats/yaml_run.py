@@ -1,0 +1,156 @@
+"""`rl @ FILE.yaml KEY=VALUE ...`: a run in the keys of TRL's `trl grpo`, or of verl, translated and validated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trireme.base.errors import ConfigError
+from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
+from trireme.config.load import Invocation, knows, read_as
+from trireme.config.problems import raise_together
+from trireme.config.run import RunConfig
+from trireme.config.translation import (
+    Line,
+    Row,
+    Settings,
+    Translated,
+    merged,
+    translate,
+    value_at,
+    with_comments,
+)
+from trireme.tools.formats import trl, trl_rules, verl, verl_rules
+from trireme.tools.formats.yaml_file import OVERRIDE, read_overrides, read_yaml, resolve_interpolations
+
+OF_VERL = {"actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "reward_model", "reward", "data"}
+OF_TRL = {"model_name_or_path", "reward_funcs", "num_generations", "per_device_train_batch_size", "dataset_name"}
+Table = dict[str, Any]
+DEFAULT = "the default"
+TRL_ARGS = (
+    *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
+    *("reward_funcs", "reward_weights"),
+)
+TRL_ROWS = Path(__file__).parent / "environments" / "trl_rows.py"
+
+
+def is_yaml_run(argv: list[str]) -> bool:
+    """Return whether words name a YAML file, or are overrides of Hydra."""
+    if any(word in HELP for word in argv):
+        return False
+    return any(word.removeprefix("@").endswith((".yaml", ".yml")) or OVERRIDE.fullmatch(word) for word in argv)
+
+
+def read_yaml_run(argv: list[str]) -> tuple[RunConfig, Invocation]:
+    """Return the run, and the flags of the command itself, with what became of each key.
+
+    Raises: ConfigError with all keys that cannot be had, or that are wrong; SystemExit(0) after `--print-config`.
+    """
+    overrides = [word for word in argv if OVERRIDE.fullmatch(word)]
+    arguments = parse_arguments([word for word in argv if word not in overrides])
+    files = [each for each in arguments if isinstance(each, TypedFile)]
+    if len(files) > 1 or any(file.scope or not file.name.endswith((".yaml", ".yml")) for file in files):
+        raise ConfigError(
+            f"{', '.join(file.name for file in files)} were given with overrides of Hydra, or as YAML - expected one "
+            "YAML file, of verl or of `trl grpo`, which holds the whole run. Leave the others out."
+        )
+    where = files[0].name if files else "the overrides"
+    table = read_yaml(Path(files[0].name)) if files else {}
+
+    # Flags of the command itself, and keys of ours on top of the file.
+    flags = [each for each in arguments if isinstance(each, TypedFlag)]
+    own = [flag for flag in flags if knows(Invocation, flag, exactly=False)]
+    invocation = read_as(Invocation, {}, where="rl", flags=own)
+    ours = [flag for flag in flags if flag not in own]
+
+    if overrides or OF_VERL & table.keys():
+        made = translate_verl(table, overrides, where)
+    elif OF_TRL & table.keys():
+        made = translate_trl(table, where)
+    else:
+        raise ConfigError(
+            f"{where} has the keys {', '.join(map(str, table)) or '(none)'} - expected a configuration of verl "
+            "(`actor_rollout_ref`, `data`, …) or of `trl grpo` (`model_name_or_path`, `reward_funcs`, …). "
+            "Files of Trireme are TOML."
+        )
+    if "max_steps" not in made.table and not any(flag.path == ("max_steps",) for flag in ours):
+        made.problems.append(
+            f"{where}: how many steps an epoch has is not known before the data are read - expected a number. Type "
+            "`--max-steps N`, or set it in the file."
+        )
+    raise_together(made.problems)
+
+    invocation._lines = tuple(made.lines)
+    with invocation.their_keys_named():
+        config = read_as(RunConfig, made.table, where=f"{where}, translated", flags=ours)
+    if invocation.print_config:
+        print(with_comments(config, made.lines), end="")
+        raise SystemExit(0)
+    return config, invocation
+
+
+def translate_verl(table: dict[str, Any], overrides: list[str], where: str) -> Translated:
+    """Translate a configuration of verl: its file, overrides on top, and verl's defaults below."""
+    _check_composition(table.get("defaults", []), where)
+    table = {key: value for key, value in table.items() if key not in ("defaults", "hydra")}
+    given = resolve_interpolations(read_overrides(overrides, table), verl.DEFAULTS, where)
+    for key in ("data.train_files", "actor_rollout_ref.model.path"):
+        if not verl_rules.of(given, key):
+            raise ConfigError(f"{where} has no {key} - expected it, as verl has no default of use. Add `{key}=…`.")
+    return _translated(given, verl.DEFAULTS, verl.VERL, where, f"verl {verl.VERSION}", verl.environment)
+
+
+def _check_composition(value: Any, where: str) -> None:
+    """Refuse a list of Hydra's that takes in files beside verl's own. Raises: ConfigError that names it."""
+    for entry in value if isinstance(value, list) else [value]:
+        if entry not in ("_self_", "ppo_trainer"):
+            raise ConfigError(
+                f"{where}: `defaults` takes in {entry} - expected `ppo_trainer` and `_self_` only, as other files are "
+                "not looked for. Print the whole configuration with `--cfg job` of verl, and give that file."
+            )
+
+
+def translate_trl(table: dict[str, Any], where: str) -> Translated:
+    """Translate a file of `trl grpo --config`."""
+    for key in ("model_name_or_path", "dataset_name", "reward_funcs"):
+        if not table.get(key):
+            raise ConfigError(f"{where} has no {key} - expected it, as `trl grpo` does. Add `{key}: …`.")
+    return _translated(table, trl.with_defaults(table, "grpo"), trl.TRL_GRPO, where, f"TRL {trl.VERSION}", _trl_rows)
+
+
+def _trl_rows(table: dict[str, Any]) -> Settings:
+    args = {key: table[key] for key in TRL_ARGS if table.get(key) is not None} | {
+        "evaluate": trl_rules.evaluates(table)
+    }
+    return {"id": str(TRL_ROWS), "name": str(table["dataset_name"]).rpartition("/")[2], "args": args}
+
+
+def _translated(
+    given: Table,
+    defaults: Table,
+    rows: tuple[Row, ...],
+    where: str,
+    system: str,
+    environment: Callable[[Table], Settings],
+) -> Translated:
+    table = merged(defaults, given)
+    made = translate(table, rows, where=where)
+    made.settings[("max_async_level",)] = 0
+    made.settings[("orchestrator", "env", "0")] = environment(table)
+    made.lines = mark_defaults(made.lines, given, made.unknown, system)
+    made.lines.append(Line((system,), "", {("max_async_level",): 0}, "it samples, then trains", where))
+    return made
+
+
+def mark_defaults(lines: list[Line], given: dict[str, Any], unknown: list[Any], system: str) -> list[Line]:
+    """Return the lines of keys that were given, and of defaults that set something, which say so."""
+    missing = object()
+    found = []
+    for line in lines:
+        if value_at(given, line.theirs, missing) is not missing:
+            found.append(replace(line, note="not supported here") if line.theirs in unknown else line)
+        elif line.ours:
+            found.append(replace(line, note=f"{DEFAULT} of {system}{f'; {line.note}' if line.note else ''}"))
+    return found
