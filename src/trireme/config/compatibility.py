@@ -122,10 +122,6 @@ _WHOLE_BATCH = (
     "`batch_size` counts a whole step, in however many micro-batches: another system that counts for each device "
     "multiplies its size by the accumulation steps and the devices."
 )
-_NO_DPPO = (
-    'There is no DPPO here. Write that loss as a function (`type = "custom"`, `docs/algorithms.md`), or '
-    "bound ratios, not differences of probabilities, by `ratio_low` and `ratio_high`."
-)
 _NO_SKIP = "Not here: a resumed run continues with everything that its checkpoint holds."
 
 Answer = str | dict[str, str]
@@ -161,6 +157,9 @@ ELSEWHERE: dict[str, Answer] = {
     },
     "trainer.loss.mask_ratio_low": "trainer.loss.ratio_low",
     "trainer.loss.mask_ratio_high": "trainer.loss.ratio_high",
+    "trainer.loss.dppo_mask_low": "trainer.loss.mask_low",
+    "trainer.loss.dppo_mask_high": "trainer.loss.mask_high",
+    "trainer.loss.ipo_threshold": "trainer.loss.eps",
     "trainer.loss.import_path": "trainer.loss.path",
     "trainer.loss.kwargs": "trainer.loss.args",
     "trainer.loss.teacher_tau": "orchestrator.teacher.weight",
@@ -328,18 +327,10 @@ NOT_A_KEY: dict[str, Answer] = {
         "": "Remove it: only what the model sampled is ever trained on.",
     },
     "deepspeed": "Remove it: parameters are sharded by FSDP2, without a file for it.",
-    "dppo_mask_low": _NO_DPPO,
-    "dppo_mask_high": _NO_DPPO,
-    "ipo_threshold": _NO_DPPO,
     "impl": "Remove it: every model is computed by its class in transformers, also those that see (`[model.vlm]`).",
     "renderer": (
         "The tokenizer's own chat template renders conversations. Leave this out if your renderer writes the same."
     ),
-    "adv_tau": {
-        "1.0": "Remove it: advantages are taken as they are.",
-        "1": "Remove it: advantages are taken as they are.",
-        "": "Not here: advantages are taken as they are. Let the environment scale its rewards by this factor.",
-    },
     "algo": _ALGORITHM,
     "enable_token_export": "Remove it: the journal holds the tokens of every batch.",
     "skip_gather_master_weights": _NO_EFFECT,
@@ -390,8 +381,8 @@ NOT_A_KEY: dict[str, Answer] = {
 # Refused values: table, key and value -> what to do instead.
 NOT_A_VALUE: dict[tuple[str, ...], str] = {
     ("loss", "type", "default"): (
-        'The later default of prime-rl, DPPO with a squared KL, is not here: write it as `type = "custom"`. '
-        "Leave it out for our default, `importance`, which was prime-rl's in December 2025."
+        "That name was prime-rl's until August 2026 and meant several losses: `importance` until February, `ipo` in "
+        'March, then DPPO: `type = "dppo_tv"` with `kl_tau = 0.001` and `max_importance_ratio = inf`.'
     ),
 }
 

@@ -44,6 +44,9 @@ RUN: dict[When, str] = {
         trainer.loss.type trainer.loss.surrogate trainer.loss.proximal trainer.loss.correction
         trainer.loss.correction_low trainer.loss.correction_high trainer.loss.normalize trainer.loss.normalize_length
         trainer.loss.ratio_low trainer.loss.ratio_high trainer.loss.kl_tau trainer.loss.clip_low trainer.loss.clip_high
+        trainer.loss.adv_tau trainer.loss.eps trainer.loss.mask_low trainer.loss.mask_high
+        trainer.loss.max_importance_ratio trainer.loss.tau_pos trainer.loss.tau_neg
+        trainer.loss.k_pos trainer.loss.k_neg trainer.loss.lambda_pos trainer.loss.lambda_neg
         trainer.loss.dual_clip trainer.loss.beta trainer.loss.kl_estimator trainer.loss.entropy_bonus
         trainer.loss.path trainer.loss.args.*
     """,

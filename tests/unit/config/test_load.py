@@ -223,9 +223,9 @@ def test_a_name_from_elsewhere_leads_to_a_key_that_exists():
         ("[[orchestrator.env]]\nargs = {}", "a.toml: `orchestrator.env[0].id` is missing - expected text"),
         ('[orchestrator]\nenv = ["x"]', '    [[orchestrator.env]]\n    id = "x"'),
         ('model = "Qwen/Qwen3-0.6B"', '    [model]\n    name = "Qwen/Qwen3-0.6B"'),
-        ('[trainer.loss]\ntype = "default"', 'expected importance ... `type = "custom"` ... Leave it out'),
-        ("[trainer.loss]\ndppo_mask_low = 0.2", '`type = "custom"` ... `ratio_low`'),
-        ("[trainer.loss]\nadv_tau = 1.0", "Remove it: advantages"),
+        ('[trainer.loss]\ntype = "default"', 'expected importance ... `type = "dppo_tv"` with `kl_tau = 0.001`'),
+        ("[trainer.loss]\ndppo_mask_low = 0.2", "`trainer.loss.mask_low`"),
+        ("[trainer.loss]\nipo_threshold = 0.1", "`trainer.loss.eps`"),
         (
             '[[orchestrator.train.source]]\nname = "a"\n[deployment]\n',
             "write `orchestrator.env`. ... Set `inference_gpus`",

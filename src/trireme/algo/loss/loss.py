@@ -45,6 +45,7 @@ def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLo
         custom: the function of the surrogate `custom`.
     """
     assert recipe.surrogate is not None, f"not resolved: {recipe}"
+    columns = replace(columns, advantages=recipe.adv_tau * columns.advantages)
 
     own = custom(columns) if custom else None
     # A custom loss has a gradient of its own, so its slope is 0 here and `_differentiable` adds it as it is.

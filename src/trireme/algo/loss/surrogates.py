@@ -7,12 +7,16 @@ ratio that overflows does not turn a masked token into NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
 from trireme.algo.columns import Columns, TokenLoss, times
 from trireme.config.losses import Loss
+
+_MOST_LOG_RATIO = 20.0
+_LOG_WEIGHTS = (math.log(1e-8), _MOST_LOG_RATIO)
 
 
 def importance(columns: Columns, recipe: Loss) -> TokenLoss:
@@ -39,6 +43,39 @@ def importance(columns: Columns, recipe: Loss) -> TokenLoss:
     return TokenLoss(value, -pull, masked=columns.mask & ~kept)
 
 
+def ipo(columns: Columns, recipe: Loss) -> TokenLoss:
+    """m min(r, cap) A - kl_tau (log r)^2, where m drops tokens with |pi - prox| > eps.
+
+    prime-rl's default since 2026-08-27, with the values of its pull request 3586 (2026-09-18); they were eps = 0.1 and
+    kl_tau = 0.001 before. Differences of probabilities instead of ratios: a rare token may grow a lot, a likely one may
+    not. It is the binary TV mask of DPPO (arXiv 2602.04879) on both sides, whatever the sign of A, with the squared log
+    ratio of Kimi K2.5 (arXiv 2602.02276), which masked tokens have too. The cap is prime-rl's `max_importance_ratio`.
+    """
+    return _masked_importance(columns, recipe, _shift(columns).abs() > recipe.eps)
+
+
+def dppo_tv(columns: Columns, recipe: Loss) -> TokenLoss:
+    """As `ipo`, but a token is dropped only if it has moved far towards where its advantage still pushes it.
+
+    Dropped where A > 0 and pi - prox > mask_high, or A < 0 and prox - pi > mask_low. DPPO with the binary total
+    variation (arXiv 2602.04879); prime-rl's default from April to August 2026 with 0.2 on both sides, there with
+    kl_tau = 0.001 and without a cap. The cap of 20 is that of verl's `dppo_tv` (`clip_ratio_c`).
+    """
+    shift = _shift(columns)
+    return _masked_importance(columns, recipe, *_one_sided(shift, shift.abs(), columns, recipe))
+
+
+def dppo_kl(columns: Columns, recipe: Loss) -> TokenLoss:
+    """As `dppo_tv`, with the binary KL divergence prox log(prox / pi) + (1 - prox) log((1 - prox) / (1 - pi)).
+
+    DPPO with the binary KL (arXiv 2602.04879), as verl's `dppo_kl`; both bounds are 0.05 in verl's recipe.
+    """
+    log_ratio = token_log_ratio(columns)
+    other, other_before = (_complement(logprobs) for logprobs in (columns.logprobs.detach(), columns.proximal))
+    divergence = other_before * (other_before / other).log() - times(columns.proximal.exp(), log_ratio)
+    return _masked_importance(columns, recipe, *_one_sided(_shift(columns), divergence, columns, recipe))
+
+
 def clip(columns: Columns, recipe: Loss) -> TokenLoss:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (Schulman et al. 2017, arXiv 1707.06347, equation 7).
 
@@ -59,6 +96,40 @@ def sequence_clip(columns: Columns, recipe: Loss) -> TokenLoss:
     return _clipped(mean.to(log_ratio.dtype).exp(), columns, recipe, dual=None)
 
 
+def geometric_mean(columns: Columns, recipe: Loss) -> TokenLoss:
+    """A times the geometric mean of the sample's clipped ratios: GMPO (Zhao et al. 2025, arXiv 2507.20673, equation 4).
+
+    Logarithms of ratios are clipped to [-clip_low, clip_high], each only on the side towards which its advantage pushes
+    it; the paper's range is exp(-0.4) to exp(0.4). A clipped token counts in the mean and has a slope of 0. In the
+    paper all tokens of a sample have one advantage; here each has its own, and with one and `normalize = "sequence"`
+    the gradient is the paper's.
+    """
+    assert recipe.clip_low is not None, f"not resolved: {recipe}"
+    assert recipe.clip_high is not None, f"not resolved: {recipe}"
+    log_ratio, advantages = token_log_ratio(columns), torch.where(columns.mask, columns.advantages, 0.0)
+    too_low = (advantages < 0) & (log_ratio < -recipe.clip_low)
+    too_high = (advantages > 0) & (log_ratio > recipe.clip_high)
+
+    clipped = torch.where(too_low, -recipe.clip_low, torch.where(too_high, recipe.clip_high, log_ratio))
+    mean = columns.sample_sums(clipped) / columns.lengths()
+    gain = times(advantages, mean.to(log_ratio.dtype).exp())
+    slope = torch.where(too_low | too_high, 0.0, -gain)
+    return TokenLoss(-gain, slope, clipped_low=too_low, clipped_high=too_high)
+
+
+def soft_gate(columns: Columns, recipe: Loss) -> TokenLoss:
+    """4 / tau sigmoid(tau (r - 1)) A: SAPO (Gao et al. 2025, arXiv 2511.20347), a gate instead of a clip.
+
+    tau is tau_pos where A > 0, else tau_neg. The gradient is 4 s (1 - s) r A with s the sigmoid: r A at r = 1, and it
+    vanishes smoothly on either side. The paper averages over samples (`normalize = "sequence"`), and has these values.
+    """
+    ratio, advantages = token_log_ratio(columns).exp(), torch.where(columns.mask, columns.advantages, 0.0)
+    tau = _by_sign(advantages > 0, recipe.tau_pos, recipe.tau_neg, like=ratio)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    rise = 4 * times(gate * torch.sigmoid(-tau * (ratio - 1)), ratio)
+    return TokenLoss(-4 / tau * gate * advantages, -rise * advantages)
+
+
 def clipped_weight(columns: Columns, recipe: Loss) -> TokenLoss:
     """sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: every token keeps its gradient, its weight is bounded.
 
@@ -70,6 +141,22 @@ def clipped_weight(columns: Columns, recipe: Loss) -> TokenLoss:
     pull = times(torch.where(columns.mask, columns.advantages, 0.0), ratio.clamp(low, high))
     value = -times(columns.logprobs.detach(), pull)
     return TokenLoss(value, -pull, clipped_low=columns.mask & (ratio < low), clipped_high=columns.mask & (ratio > high))
+
+
+def gamma_weight(columns: Columns, recipe: Loss) -> TokenLoss:
+    """phi(W) A log pi, phi a fixed number, W^k exp(lambda (1 - W)), W = pi(s) / prox(s) without a root.
+
+    VESPO (Shen et al. 2026, arXiv 2602.10693, section 3.4: k and lambda are its c1 and c2), with one pair for A >= 0
+    and one for A < 0. Values, bounds of log W (log 1e-8 to 20) and the average over all tokens are those of TRL's
+    `vespo`.
+    """
+    log_ratio, advantages = token_log_ratio(columns), torch.where(columns.mask, columns.advantages, 0.0)
+    log_weight = columns.sample_sums(log_ratio).clamp(*_LOG_WEIGHTS)
+    k = _by_sign(advantages >= 0, recipe.k_pos, recipe.k_neg, like=log_weight)
+    decay = _by_sign(advantages >= 0, recipe.lambda_pos, recipe.lambda_neg, like=log_weight)
+    phi = (k * log_weight - decay * torch.expm1(log_weight)).exp()
+    pull = times(advantages, phi.to(log_ratio.dtype))
+    return TokenLoss(-times(columns.logprobs.detach(), pull), -pull)
 
 
 def reinforce(columns: Columns, recipe: Loss) -> TokenLoss:
@@ -97,9 +184,15 @@ def cross_entropy(columns: Columns, recipe: Loss) -> TokenLoss:
 
 SURROGATES: dict[str, Callable[[Columns, Loss], TokenLoss]] = {
     "importance": importance,
+    "ipo": ipo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "clip": clip,
     "sequence_clip": sequence_clip,
+    "geometric_mean": geometric_mean,
+    "soft_gate": soft_gate,
     "clipped_weight": clipped_weight,
+    "gamma_weight": gamma_weight,
     "reinforce": reinforce,
     "cross_entropy": cross_entropy,
 }
@@ -132,3 +225,48 @@ def _clipped(ratio: torch.Tensor, columns: Columns, recipe: Loss, *, dual: float
         too_high = too_high | too_bad
     slope = torch.where(too_low | too_high, 0.0, -gain)
     return TokenLoss(-gain, slope, clipped_low=too_low, clipped_high=too_high)
+
+
+def _by_sign(is_good: torch.Tensor, good: float | None, bad: float | None, *, like: torch.Tensor) -> torch.Tensor:
+    """Return [K] the value of a recipe for good tokens, and that for bad ones."""
+    assert good is not None, "not resolved"
+    assert bad is not None, "not resolved"
+    return torch.where(is_good, like.new_tensor(good), like.new_tensor(bad))
+
+
+def _masked_importance(
+    columns: Columns, recipe: Loss, too_high: torch.Tensor, too_low: torch.Tensor | None = None
+) -> TokenLoss:
+    """Weigh tokens by their ratio, up to the recipe's cap, drop those that moved too far, and add kl_tau (log r)^2."""
+    log_ratio = token_log_ratio(columns)
+    outside = columns.mask & (too_high if too_low is None else too_high | too_low)
+    weight = torch.where(outside, 0.0, log_ratio.exp().clamp(max=recipe.max_importance_ratio))
+    gain = times(weight, torch.where(columns.mask, columns.advantages, 0.0))
+
+    # A token that the policy rules out would have an infinite penalty.
+    value, slope = -gain, -gain
+    if recipe.kl_tau:
+        drift = log_ratio.clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO)
+        value, slope = value + recipe.kl_tau * drift.square(), slope + 2 * recipe.kl_tau * drift
+    return TokenLoss(value, slope, masked=outside)
+
+
+def _one_sided(
+    shift: torch.Tensor, distance: torch.Tensor, columns: Columns, recipe: Loss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [K] which tokens rose too far with A > 0, and which fell too far with A < 0."""
+    too_high = (columns.advantages > 0) & (shift > 0) & (distance > recipe.mask_high)
+    too_low = (columns.advantages < 0) & (shift < 0) & (distance > recipe.mask_low)
+    return too_high, too_low
+
+
+def _shift(columns: Columns) -> torch.Tensor:
+    """Return [K] pi - prox, 0 for tokens that do not count. By expm1, as a difference of equals would be rounding."""
+    log_ratio = token_log_ratio(columns)
+    larger = torch.maximum(columns.logprobs.detach(), columns.proximal).clamp(max=0.0)
+    return torch.where(columns.mask, -log_ratio.sign() * larger.exp() * torch.expm1(-log_ratio.abs()), 0.0)
+
+
+def _complement(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return the probability of any other token, which in float32 would be 0 for a token that is all but certain."""
+    return -torch.expm1(logprobs.clamp(max=-1e-8))
