@@ -32,6 +32,9 @@ class Columns:
     num_samples: int  # in the row
     mask: torch.Tensor  # [K] bool; all True but in a row that has no token that counts
     reference: torch.Tensor | None = None  # [K] float32, log ref, if `beta` is above 0
+    # With `score_centering`, of the W likeliest tokens of mu at each place:
+    top_logprobs: torch.Tensor | None = None  # [W, K] float32, log pi, with gradient
+    top_behaviour: torch.Tensor | None = None  # [W, K] float32, log mu; -inf where fewer are known
 
     def sample_sums(self, values: torch.Tensor) -> torch.Tensor:
         """[K] float64: for each token the sum over its sample. A sample is never split over rows."""

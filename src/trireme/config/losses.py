@@ -86,6 +86,11 @@ class Loss(Section):
     kl_tau: NonNegative | None = None
     """Surrogate `importance`: weight of the KL divergence to the behaviour policy. Surrogates `ipo` and `dppo_*`:
     weight of the squared log ratio, also of masked tokens. 0 leaves it out."""
+    score_centering: bool | None = None
+    """Surrogates `importance`, `ipo` and `reinforce`: subtract the average gradient of the tokens that the engine could
+    have sampled in a token's place."""
+    score_centering_top_k: PositiveInt | None = None
+    """Likeliest tokens at each place that are known for it; the engine reports their logprobs."""
     clip_low: NonNegative | None = None
     """Ratios are clipped at 1 - this; their logarithms at minus this if the surrogate is `geometric_mean`."""
     clip_high: NonNegative | None = None
@@ -154,8 +159,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 """The recipes of the literature: what each sets. Sources and formulas: `trireme.algo.loss`."""
 
 SURROGATE_KEYS: dict[Surrogate, dict[str, Any]] = {
-    "importance": {"ratio_low": 0.125, "ratio_high": 8.0, "kl_tau": 0.0},
-    "ipo": {"eps": 0.3, "max_importance_ratio": 1e4, "kl_tau": 0.0},
+    "importance": {"ratio_low": 0.125, "ratio_high": 8.0, "kl_tau": 0.0, "score_centering": False},
+    "ipo": {"eps": 0.3, "max_importance_ratio": 1e4, "kl_tau": 0.0, "score_centering": False},
     "dppo_tv": {"mask_low": 0.2, "mask_high": 0.2, "max_importance_ratio": 20.0, "kl_tau": 0.0},
     "dppo_kl": {"mask_low": 0.05, "mask_high": 0.05, "max_importance_ratio": 20.0, "kl_tau": 0.0},
     "clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
@@ -164,7 +169,7 @@ SURROGATE_KEYS: dict[Surrogate, dict[str, Any]] = {
     "soft_gate": {"tau_pos": 1.0, "tau_neg": 1.05},
     "clipped_weight": {"clip_low": 1.0, "clip_high": 4.0},
     "gamma_weight": {"k_pos": 2.0, "k_neg": 3.0, "lambda_pos": 3.0, "lambda_neg": 2.0},
-    "reinforce": {},
+    "reinforce": {"score_centering": False},
     "cross_entropy": {},
     "custom": {"path": None, "args": {}},
 }
@@ -191,7 +196,7 @@ def resolve_loss(loss: Loss, *, length: int) -> Loss:
     defaults: dict[str, Any] = {"correction": "none", "proximal": "behaviour", "normalize": "token"}
     choices = defaults | recipe | given
     surrogate, correction = choices["surrogate"], choices["correction"]
-    values = choices | {"normalize_length": length, "kl_estimator": "k3"}
+    values = choices | {"normalize_length": length, "kl_estimator": "k3", "score_centering_top_k": 20}
     values |= SURROGATE_KEYS[surrogate] | CORRECTION_KEYS[correction]
 
     # The recipe's bounds hold for the recipe's own choices only: DAPO's clip_high is not that of another surrogate.
@@ -231,6 +236,8 @@ def used_keys(loss: Loss) -> set[str]:
         used |= {"correction", *CORRECTION_KEYS[loss.correction or "none"]}
     if has_ratio(loss) or loss.correction not in (None, "none"):
         used.add("proximal")
+    if loss.score_centering:
+        used.add("score_centering_top_k")
     if loss.normalize == "constant":
         used.add("normalize_length")
     if loss.beta:
@@ -268,6 +275,14 @@ def loss_problems(loss: Loss) -> Iterator[str]:
             '`proximal = "recomputed"`, or `trainer.loss.correction = "none"`.'
         )
 
+    is_other = has_ratio(recipe) and recipe.proximal != "behaviour"
+    if recipe.score_centering and (recipe.correction != "none" or is_other):
+        yield (
+            f'`trainer.loss.score_centering = true` with correction = "{recipe.correction}" and proximal = '
+            f'"{recipe.proximal}" - expected no correction and a ratio over the policy that sampled, as the average is '
+            "over what that policy could have sampled. Leave out `correction` and `proximal`, or `score_centering`."
+        )
+
     for low_key, high_key in (("ratio_low", "ratio_high"), ("correction_low", "correction_high")):
         low, high = getattr(recipe, low_key), getattr(recipe, high_key)
         if {low_key, high_key} <= used and low >= high:
@@ -285,6 +300,7 @@ def _way_out(key: str) -> str:
         "kl_estimator": "beta = 0.01",
         "reference_update_every": "beta = 0.01",
         "normalize_length": 'normalize = "constant"',
+        "score_centering_top_k": "score_centering = true",
         "proximal": 'surrogate = "clip"',
     }
     # In reverse, so that the first kind that reads a key is the one that is suggested.

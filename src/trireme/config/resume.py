@@ -51,7 +51,7 @@ RUN: dict[When, str] = {
         trainer.loss.path trainer.loss.args.*
     """,
     "batch": """
-        max_async_level
+        max_async_level trainer.loss.score_centering trainer.loss.score_centering_top_k
         inference.model.max_model_len inference.model.enforce_eager inference.model.enable_auto_tool_choice
         inference.model.tool_call_parser inference.model.reasoning_parser inference.model.trust_remote_code
         inference.parallel.* inference.cpu.* inference.gpu_memory_utilization inference.max_num_seqs inference.args.*

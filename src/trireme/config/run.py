@@ -12,6 +12,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.network import is_here, is_loopback
 from trireme.base.paths import RunPaths
 from trireme.config.inference import InferenceConfig
+from trireme.config.losses import resolve_loss
 from trireme.config.orchestrator import OrchestratorConfig, slots_for
 from trireme.config.section import Section, Seed
 from trireme.config.trainer import TrainerConfig, Vlm
@@ -262,10 +263,16 @@ class RunConfig(AnyRun):
         return not (self.replays_routes and self.synchronous and self.device == "cpu")
 
     @property
+    def num_top_logprobs(self) -> int:
+        """Likeliest tokens at each place whose logprobs the loss needs; 0 if it needs none."""
+        loss = resolve_loss(self.trainer.loss, length=self.loss_length)
+        return (loss.score_centering_top_k or 0) if loss.score_centering else 0
+
+    @property
     def max_logprobs(self) -> int:
-        """Logprobs per token that the engine must be able to return: enough for all tokens that a turn may keep, and
-        vLLM's own default of 20 at least."""
-        return max(20, slots_for(self.orchestrator.sampling.most_kept))
+        """Logprobs per token that the engine must be able to return: enough for all tokens that a turn may keep or that
+        the loss needs, and vLLM's own default of 20 at least."""
+        return max(20, slots_for(self.orchestrator.sampling.most_kept), self.num_top_logprobs)
 
 
 NODE = "TRIREME_NODE"

@@ -132,6 +132,10 @@ LOSS = rows("trainer.loss", CPU,
     ("--type ppo --kl-tau 0.1", "", 'loss.kl_tau = ... surrogate = "importance"'),
     ("--type ppo --eps 0.1", "--type ipo --eps 0.1", 'loss.eps = ... surrogate = "ipo"'),
     ("--type ipo --mask-low 0.1", "--type dppo_kl --mask-low 0.1", 'loss.mask_low = ... surrogate = "dppo_tv"'),
+    ("--type ipo --score-centering --proximal recomputed", "--type ipo --score-centering", "policy that sampled"),
+    ("--correction token_mask --score-centering", "--score-centering", 'correction = "token_mask"'),
+    ("--type gspo --score-centering", "--type reinforce --score-centering", "loss.score_centering"),
+    ("--score-centering-top-k 5", "+ --score-centering", "loss.score_centering_top_k = ... score_centering = true"),
     ("--type gspo --k-pos 1", "--type vespo --k-pos 1", 'loss.k_pos = ... surrogate = "gamma_weight"'),
     ("--type ppo --correction-high 3", "", "loss.correction_high = ... correction = "),
     ("--type ppo --normalize-length 3", "", 'loss.normalize_length = ... normalize = "constant"'),
@@ -356,5 +360,5 @@ def test_the_documentation_has_every_recipe_with_its_values_and_every_key():
     pairs = [(name, key) for key, names in documented.items() for name in names]
     for name, key in [*pairs, *((name, key) for name, keys in new.items() for key in keys)]:
         shown = rows[f"`{name}`"].partition(f"`{key}` ")[2].split(",")[0].split(" |")[0]
-        assert float(shown) == getattr(recipes[name], key), (name, key)
+        assert (float(shown) if shown != "false" else False) == getattr(recipes[name], key), (name, key)
     assert [key for key in Loss.model_fields if f"`{key}" not in page and f"{key} =" not in page] == []

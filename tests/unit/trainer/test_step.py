@@ -22,7 +22,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Checkpoints, Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
-from trireme.messages import COLUMNS, Kept, build_tokens
+from trireme.messages import COLUMNS, Kept, TopLogprobs, build_tokens
 from trireme.trainer.checkpoint.state import TrainerState, tensors_of
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
@@ -277,3 +277,40 @@ def test_the_rate_is_set_from_the_step_alone():
     rates = [set_lr(optimizer, optim, scheduler, step=step, max_steps=6) for step in [4, 0, 6]]
     assert rates == pytest.approx([1.5e-3, 1e-3, 1e-3])
     assert {group["lr"] for group in optimizer.param_groups} == {rates[-1]}
+
+
+def listed_sample(seed: int) -> tuple[Sample, list[dict[int, float]]]:
+    """A sample and, for each of its tokens, likely ones with their logprobs; none where the token was given."""
+    (sample,) = tiny.random_samples([15], seed=seed)
+    tops: list[dict[int, float]] = []
+    for place, (token, is_sampled) in enumerate(zip(sample.tokens.ids, sample.tokens.loss_mask, strict=True)):
+        count = 1 + place % 3 if is_sampled else 0
+        tops.append({(int(token) + 5 * n) % tiny.VOCABULARY: -1.0 - n - place for n in range(count)})
+    counts = np.array([len(top) for top in tops], np.int32)
+    ids = np.array([token for top in tops for token in top], np.int32)
+    top = TopLogprobs(counts, ids, np.array([value for top in tops for value in top.values()], np.float32))
+    columns = {name: getattr(sample.tokens, name) for name in COLUMNS}
+    return Sample(build_tokens(top_logprobs=top, **columns), 0.7), tops
+
+
+def test_logprobs_of_the_likeliest_tokens_stand_at_their_places(tiny_model, world):
+    (one, tops), (two, more) = listed_sample(0), listed_sample(1)
+    (unknown,) = tiny.random_samples([10], seed=5)
+    row = tiny.one_row([one, unknown, two])
+    columns = compute_columns(tiny.open_state(tiny_model, world).model, row, world.device)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    expected: list[tuple[float, float, float]] = []  # each token's own logprob, and both policies' of a likely one
+    for sample, listed in ((one, tops), (two, more), (unknown, [{}] * 10)):
+        ids = torch.tensor(sample.tokens.ids.astype("int64"))
+        with torch.no_grad():
+            logprobs = torch.log_softmax(plain(ids[None]).logits[0].double() / sample.temperature, -1)
+        for place in np.flatnonzero(sample.tokens.loss_mask):
+            own = logprobs[place - 1]
+            expected += [(float(own[ids[place]]), float(own[token]), mu) for token, mu in listed[place].items()]
+    assert columns.top_behaviour.shape == columns.top_logprobs.shape == (3, len(columns.logprobs))
+    known = -torch.inf < columns.top_behaviour.T
+    found = [columns.logprobs[:, None].expand(-1, 3), columns.top_logprobs.T, columns.top_behaviour.T]
+    values = torch.stack([each[known] for each in found], dim=1).tolist()
+    assert np.array(sorted(values)) == pytest.approx(np.array(sorted(expected)), abs=1e-5)
+    with torch.no_grad():
+        assert compute_columns(tiny.open_state(tiny_model, world).model, row, world.device).top_logprobs is None

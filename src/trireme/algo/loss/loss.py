@@ -29,6 +29,7 @@ from dataclasses import replace
 import torch
 
 from trireme.algo.columns import Columns, CustomLoss, LossTerms, TokenLoss, Totals
+from trireme.algo.loss.centering import centering
 from trireme.algo.loss.corrections import corrected
 from trireme.algo.loss.divergence import kl_estimate, reference_difference, reference_penalty
 from trireme.algo.loss.surrogates import SURROGATES
@@ -85,6 +86,8 @@ def _differentiable(token: TokenLoss, own: torch.Tensor | None, columns: Columns
         per_token = per_token + torch.where(columns.mask, own, 0.0)
     if recipe.entropy_bonus:
         per_token = per_token - recipe.entropy_bonus * torch.where(columns.mask, columns.entropies, 0.0)
+    if recipe.score_centering:
+        per_token = per_token + centering(columns, recipe)
     return per_token
 
 
@@ -115,6 +118,8 @@ def _sums(token: TokenLoss, columns: Columns) -> dict[str, torch.Tensor]:
     weight = torch.where(columns.mask, log_ratio.double().clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO).exp(), 0.0)
     sums |= {"weights": weight.sum(), "squared_weights": weight.square().sum()}
 
+    if columns.top_behaviour is not None:
+        sums["top_mass"] = torch.where(columns.mask, columns.top_behaviour.exp().sum(0), 0.0).sum()
     if columns.reference is not None:
         sums["reference_kl"] = kl_estimate(-reference_difference(columns)).sum()
     return sums

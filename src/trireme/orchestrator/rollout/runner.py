@@ -167,6 +167,7 @@ class RolloutRunner:
             attempt=spec.attempt,
             trained=trained,
             vocab_size=self.tokenizer.vocab_size or self.tokenizer.num_tokens,
+            num_top=self.config.num_top_logprobs,
         )
 
         # a program may outlive this process: its turns and requests are on disk before it gets an answer
