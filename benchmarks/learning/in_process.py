@@ -31,6 +31,7 @@ from benchmarks.trl.task import dataset, score
 from trireme.algo.rules import rules_of
 from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
+from trireme.config.losses import resolve_loss
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.journal.model_turn import Message, Turn, assistant_message
@@ -124,7 +125,8 @@ def configure(trial: Trial) -> RunConfig:
 
 def train_on(stepper: Stepper, config: RunConfig, step: int, rollouts: list[Rollout]) -> dict[str, float]:
     record = BatchRecord(step=step, rollouts=rollouts, dropped=[], state=State())
-    return stepper.step(DealtBatch(record, world=1, capacity=row_capacity(config)).share(0))
+    loss = resolve_loss(config.trainer.loss, length=config.loss_length)
+    return stepper.step(DealtBatch(record, world=1, capacity=row_capacity(config), loss=loss).share(0))
 
 
 class Targets:

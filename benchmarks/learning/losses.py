@@ -49,7 +49,7 @@ LOSS, ADVANTAGE = "--trainer.loss.type", "--orchestrator.advantage.type"
 TWICE = ("--trainer.num-iterations", "2")
 PLAIN = (
     *("importance", "ipo", "dppo_tv", "dppo_kl", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "luspo", "gmpo", "sapo"),
-    *("vespo", "cispo", "reinforce", "tis", "icepop", "decoupled"),
+    *("vespo", "clip_cov", "kl_cov", "cispo", "reinforce", "tis", "icepop", "decoupled"),
 )
 CENTERED = ("importance", "ipo", "reinforce")
 RECIPES: dict[str, tuple[str, ...]] = {

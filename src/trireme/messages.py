@@ -101,6 +101,7 @@ class Tokens(msgspec.Struct, frozen=True):
     routed: Routed | None = None  # given if the trainer must send tokens to the engine's experts
     pictures: list[Picture] = []  # pictures, ascending by their places
     top_logprobs: TopLogprobs | None = None  # given if the loss centers scores
+    restrained: np.ndarray | None = None  # [T] uint8: 1 if the loss restrains the token, see `algo/covariance.py`
 
     @property
     def length(self) -> int:
@@ -154,6 +155,7 @@ def concat_tokens(parts: list[Tokens]) -> Tokens:
         routed=_concat_routed(parts),
         pictures=pictures,
         top_logprobs=_concat_top_logprobs(parts),
+        restrained=_concat_restrained(parts),
     )
 
 
@@ -172,6 +174,14 @@ def _concat_top_logprobs(parts: list[Tokens]) -> TopLogprobs | None:
     top = [part.top_logprobs or TopLogprobs(np.zeros(part.length, np.int32), *nothing) for part in parts]
     names = ("counts", "ids", "logprobs")
     return TopLogprobs(*(np.concatenate([getattr(each, name) for each in top]) for name in names))
+
+
+def _concat_restrained(parts: list[Tokens]) -> np.ndarray | None:
+    if all(part.restrained is None for part in parts):
+        return None
+    return np.concatenate(
+        [np.zeros(part.length, np.uint8) if part.restrained is None else part.restrained for part in parts]
+    )
 
 
 def _concat_routed(parts: list[Tokens]) -> Routed | None:

@@ -32,6 +32,7 @@ class Columns:
     num_samples: int  # in the row
     mask: torch.Tensor  # [K] bool; all True but in a row that has no token that counts
     reference: torch.Tensor | None = None  # [K] float32, log ref, if `beta` is above 0
+    restrained: torch.Tensor | None = None  # [K] bool: chosen by `algo/covariance.py`, if the loss restrains tokens
     # With `score_centering`, of the W likeliest tokens of mu at each place:
     top_logprobs: torch.Tensor | None = None  # [W, K] float32, log pi, with gradient
     top_behaviour: torch.Tensor | None = None  # [W, K] float32, log mu; -inf where fewer are known

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from trireme.config.section import Section
 
 _MaskedRatio = Literal["importance", "ipo", "dppo_tv", "dppo_kl"]
-_BoundedRatio = Literal["clip", "sequence_clip", "geometric_mean", "soft_gate"]
+_BoundedRatio = Literal["clip", "sequence_clip", "geometric_mean", "soft_gate", "clip_cov", "kl_cov"]
 _FixedWeight = Literal["clipped_weight", "gamma_weight", "reinforce", "cross_entropy"]
 Surrogate = Literal[_MaskedRatio, _BoundedRatio, _FixedWeight, "custom"]
 Proximal = Literal["behaviour", "recomputed"]
@@ -44,6 +44,8 @@ class Loss(Section):
         "gmpo",
         "sapo",
         "vespo",
+        "clip_cov",
+        "kl_cov",
         "cispo",
         "reinforce",
         "tis",
@@ -99,6 +101,14 @@ class Loss(Section):
     """Surrogate `soft_gate`: steepness of the gate of tokens with a positive advantage."""
     tau_neg: PositiveFloat | None = None
     """The same for all other tokens; a larger one lets their gradient vanish sooner."""
+    cov_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Surrogates `clip_cov` and `kl_cov`: share of the batch's tokens that are restrained, at least one token."""
+    cov_low: float | None = None
+    """Surrogate `clip_cov`: the tokens are drawn from those whose covariance of advantage and logprob is above this."""
+    cov_high: float | None = None
+    """Surrogate `clip_cov`: and below this."""
+    cov_penalty: NonNegative | None = None
+    """Surrogate `kl_cov`: weight of the absolute log ratio of these tokens."""
     k_pos: NonNegative | None = None
     """Surrogate `gamma_weight`: power of the sample's ratio, for tokens whose advantage is not negative."""
     k_neg: NonNegative | None = None
@@ -143,6 +153,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "gmpo": {"surrogate": "geometric_mean", "normalize": "sequence"},
     "sapo": {"surrogate": "soft_gate", "normalize": "sequence"},
     "vespo": {"surrogate": "gamma_weight"},
+    "clip_cov": {"surrogate": "clip_cov"},
+    "kl_cov": {"surrogate": "kl_cov"},
     "cispo": {"surrogate": "clipped_weight"},
     "reinforce": {"surrogate": "reinforce", "proximal": "recomputed"},
     "tis": {"surrogate": "clip", "proximal": "recomputed", "correction": "token_truncate"},
@@ -167,6 +179,8 @@ SURROGATE_KEYS: dict[Surrogate, dict[str, Any]] = {
     "sequence_clip": {"clip_low": 3e-4, "clip_high": 4e-4},
     "geometric_mean": {"clip_low": 0.4, "clip_high": 0.4},
     "soft_gate": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "clip_cov": {"clip_low": 0.2, "clip_high": 0.2, "cov_ratio": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+    "kl_cov": {"cov_ratio": 2e-4, "cov_penalty": 1.0},
     "clipped_weight": {"clip_low": 1.0, "clip_high": 4.0},
     "gamma_weight": {"k_pos": 2.0, "k_neg": 3.0, "lambda_pos": 3.0, "lambda_neg": 2.0},
     "reinforce": {"score_centering": False},
@@ -283,7 +297,11 @@ def loss_problems(loss: Loss) -> Iterator[str]:
             "over what that policy could have sampled. Leave out `correction` and `proximal`, or `score_centering`."
         )
 
-    for low_key, high_key in (("ratio_low", "ratio_high"), ("correction_low", "correction_high")):
+    for low_key, high_key in (
+        ("ratio_low", "ratio_high"),
+        ("correction_low", "correction_high"),
+        ("cov_low", "cov_high"),
+    ):
         low, high = getattr(recipe, low_key), getattr(recipe, high_key)
         if {low_key, high_key} <= used and low >= high:
             yield (

@@ -46,6 +46,7 @@ RUN: dict[When, str] = {
         trainer.loss.ratio_low trainer.loss.ratio_high trainer.loss.kl_tau trainer.loss.clip_low trainer.loss.clip_high
         trainer.loss.adv_tau trainer.loss.eps trainer.loss.mask_low trainer.loss.mask_high
         trainer.loss.max_importance_ratio trainer.loss.tau_pos trainer.loss.tau_neg
+        trainer.loss.cov_ratio trainer.loss.cov_low trainer.loss.cov_high trainer.loss.cov_penalty
         trainer.loss.k_pos trainer.loss.k_neg trainer.loss.lambda_pos trainer.loss.lambda_neg
         trainer.loss.dual_clip trainer.loss.beta trainer.loss.kl_estimator trainer.loss.entropy_bonus
         trainer.loss.path trainer.loss.args.*

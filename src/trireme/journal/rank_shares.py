@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 
+from trireme.algo.covariance import with_restrained
 from trireme.algo.model.flops import LINEAR, Cost, cost_of
 from trireme.algo.packing import Sample, deal, num_learned, rows_of
+from trireme.config.losses import Loss, resolve_loss
 from trireme.config.model.folder import read_config
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
@@ -37,7 +39,11 @@ class Shares:
         if self._kept is None or self._kept[:2] != (step, world):
             config = self._settings.at(step)  # a step that is repeated has the rows that it had
             batch = DealtBatch(
-                self._journal.read(step), world=world, capacity=row_capacity(config), cost=row_cost(config)
+                self._journal.read(step),
+                world=world,
+                capacity=row_capacity(config),
+                cost=row_cost(config),
+                loss=resolve_loss(config.trainer.loss, length=config.loss_length),
             )
             self._kept = step, world, batch
         return self._kept[2].share(rank, self._pictures)
@@ -51,8 +57,12 @@ class Shares:
 class DealtBatch:
     """A batch split over `world` ranks, in rows of `row_capacity` tokens that are balanced by `row_cost`."""
 
-    def __init__(self, record: BatchRecord, *, world: int, capacity: int, cost: Cost = LINEAR) -> None:
+    def __init__(
+        self, record: BatchRecord, *, world: int, capacity: int, cost: Cost = LINEAR, loss: Loss | None = None
+    ) -> None:
         self._samples = samples_of(record.rollouts)
+        if loss is not None:
+            self._samples = with_restrained(self._samples, loss, step=record.step)
         lengths = [sample.tokens.length for sample in self._samples]
         self._dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
         self._counts = num_learned(self._samples)

@@ -39,13 +39,14 @@ class Batch:
     entropies: np.ndarray
     advantages: np.ndarray  # the same for all tokens of a sample
     samples: np.ndarray
+    restrained: np.ndarray | None = None  # [T] bool: chosen by their covariance
 
     @property
     def slices(self) -> list[list[int]]:
         return [np.flatnonzero(self.samples == number).tolist() for number in range(int(self.samples.max()) + 1)]
 
     def part(self, which: np.ndarray) -> "Batch":
-        return Batch(**{name: array[which] for name, array in vars(self).items()})
+        return Batch(**{name: None if array is None else array[which] for name, array in vars(self).items()})
 
     @property
     def totals(self) -> Totals:
@@ -63,7 +64,8 @@ def batch_of(lengths: Sequence[int] = LENGTHS, seed: int = 0, drift: float = 0.3
     mu, ref = prox + drift * rng.normal(size=count), pi + drift * rng.normal(size=count)
     mu = np.minimum(mu, -0.01)  # a logarithm of a probability
     entropies, advantages = rng.random(count), np.repeat(rng.normal(size=len(lengths)), lengths)
-    return Batch(pi, mu, prox, ref, entropies, advantages, np.repeat(np.arange(len(lengths)), lengths))
+    restrained = np.arange(count) % 3 == 1
+    return Batch(pi, mu, prox, ref, entropies, advantages, np.repeat(np.arange(len(lengths)), lengths), restrained)
 
 
 def over_tokens(gain: Gain) -> Objective:
@@ -130,7 +132,7 @@ def keeps_kl(pi: float, mu: float, a: float) -> bool:
 
 
 def gmpo(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
-    """The paper's equation 4 for one sample, whose value stands at each of its tokens."""
+    """The paper's objective for one sample, whose value stands at each of its tokens."""
     sign = math.copysign(1, b.advantages[t])
     sample, product = b.slices[b.samples[t]], 1.0
     for i in sample:
@@ -159,7 +161,14 @@ def luspo(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
     return float(np.mean(gains))
 
 
+def kl_cov(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    drift = x[t] - b.mu[t]
+    return math.exp(drift) * b.advantages[t] - (abs(drift) if b.restrained[t] else 0.0)
+
+
 OBJECTIVES: dict[str, Objective] = {
+    "clip_cov": over_tokens(lambda x, fz, b, t: 0.0 if b.restrained[t] else ppo()(x, fz, b, t)),
+    "kl_cov": over_tokens(kl_cov),
     "ipo": over_tokens(masked(lambda pi, mu, a: abs(pi - mu) <= 0.3, 1e4)),
     "dppo_tv": over_tokens(masked(keeps_tv, 20)),
     "dppo_kl": over_tokens(masked(keeps_kl, 20)),
@@ -186,7 +195,7 @@ NAMES = {"pi": "logprobs", "mu": "behaviour", "prox": "proximal", "ref": "refere
 
 
 def to_columns(b: Batch) -> Columns:
-    given = {NAMES.get(name, name): torch.tensor(array) for name, array in vars(b).items()}
+    given = {NAMES.get(name, name): torch.tensor(array) for name, array in vars(b).items() if array is not None}
     given["logprobs"].requires_grad_()
     given["entropies"].requires_grad_()
     given |= {"versions": torch.zeros(len(b.pi), dtype=torch.int64), "mask": torch.ones(len(b.pi), dtype=torch.bool)}

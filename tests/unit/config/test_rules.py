@@ -355,7 +355,8 @@ def test_the_documentation_has_every_recipe_with_its_values_and_every_key():
         assert not has_ratio(recipe) or f"| {recipe.proximal} |" in row
     documented = {"clip_low": ("dapo", "gspo", "luspo", "gmpo", "cispo")}
     documented |= {"clip_high": documented["clip_low"], "correction_high": ("tis", "icepop", "decoupled")}
-    new = {name: SURROGATE_KEYS[name] for name in ("importance", "ipo", "dppo_tv", "dppo_kl")}
+    own = ("importance", "ipo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+    new = {name: SURROGATE_KEYS[name] for name in own}
     new |= {"sapo": SURROGATE_KEYS["soft_gate"], "vespo": SURROGATE_KEYS["gamma_weight"]}
     pairs = [(name, key) for key, names in documented.items() for name in names]
     for name, key in [*pairs, *((name, key) for name, keys in new.items() for key in keys)]:

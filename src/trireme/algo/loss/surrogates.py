@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -97,7 +98,7 @@ def sequence_clip(columns: Columns, recipe: Loss) -> TokenLoss:
 
 
 def geometric_mean(columns: Columns, recipe: Loss) -> TokenLoss:
-    """A times the geometric mean of the sample's clipped ratios: GMPO (Zhao et al. 2025, arXiv 2507.20673, equation 4).
+    """A times the geometric mean of the sample's clipped ratios: GMPO (Zhao et al. 2025, arXiv 2507.20673).
 
     Logarithms of ratios are clipped to [-clip_low, clip_high], each only on the side towards which its advantage pushes
     it; the paper's range is exp(-0.4) to exp(0.4). A clipped token counts in the mean and has a slope of 0. In the
@@ -115,6 +116,26 @@ def geometric_mean(columns: Columns, recipe: Loss) -> TokenLoss:
     gain = times(advantages, mean.to(log_ratio.dtype).exp())
     slope = torch.where(too_low | too_high, 0.0, -gain)
     return TokenLoss(-gain, slope, clipped_low=too_low, clipped_high=too_high)
+
+
+def clip_cov(columns: Columns, recipe: Loss) -> TokenLoss:
+    """As `clip`, but tokens that `algo/covariance.py` chose count as 0: Clip-Cov (arXiv 2505.22617)."""
+    token, chosen = clip(columns, recipe), _restrained(columns)
+    value, slope = (torch.where(chosen, 0.0, each) for each in (token.value, token.slope))
+    return replace(token, value=value, slope=slope, masked=chosen)
+
+
+def kl_cov(columns: Columns, recipe: Loss) -> TokenLoss:
+    """r A - cov_penalty |log r|, the latter for tokens that `algo/covariance.py` chose: KL-Cov (arXiv 2505.22617).
+
+    The absolute log ratio stands for the KL divergence as in the authors' code. Ratios are not clipped.
+    """
+    log_ratio, chosen = token_log_ratio(columns), _restrained(columns)
+    gain = times(torch.where(columns.mask, columns.advantages, 0.0), log_ratio.exp())
+    assert recipe.cov_penalty is not None, f"not resolved: {recipe}"
+    weight = torch.where(chosen, log_ratio.new_tensor(recipe.cov_penalty), 0.0)
+    drift = log_ratio.clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO)
+    return TokenLoss(weight * drift.abs() - gain, weight * drift.sign() - gain)
 
 
 def soft_gate(columns: Columns, recipe: Loss) -> TokenLoss:
@@ -191,6 +212,8 @@ SURROGATES: dict[str, Callable[[Columns, Loss], TokenLoss]] = {
     "sequence_clip": sequence_clip,
     "geometric_mean": geometric_mean,
     "soft_gate": soft_gate,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
     "clipped_weight": clipped_weight,
     "gamma_weight": gamma_weight,
     "reinforce": reinforce,
@@ -225,6 +248,10 @@ def _clipped(ratio: torch.Tensor, columns: Columns, recipe: Loss, *, dual: float
         too_high = too_high | too_bad
     slope = torch.where(too_low | too_high, 0.0, -gain)
     return TokenLoss(-gain, slope, clipped_low=too_low, clipped_high=too_high)
+
+
+def _restrained(columns: Columns) -> torch.Tensor:
+    return torch.zeros_like(columns.mask) if columns.restrained is None else columns.restrained & columns.mask
 
 
 def _by_sign(is_good: torch.Tensor, good: float | None, bad: float | None, *, like: torch.Tensor) -> torch.Tensor:

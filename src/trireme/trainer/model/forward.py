@@ -68,6 +68,7 @@ def compute_columns(
         entropies=found.entropies,
         top_logprobs=found.top,
         top_behaviour=None if found.top is None else top_at(tokens.top_logprobs, places, device)[1],
+        restrained=None if tokens.restrained is None else column(tokens.restrained, torch.bool),
         behaviour=behaviour,
         proximal=behaviour,
         advantages=column(tokens.advantages, torch.float32),
