@@ -124,13 +124,14 @@ def main(
         wanted += [("reverse-text", loss, 1, "float32", seed, steps) for seed in range(seeds) for loss in more]
 
     known = {cell.settings for cell in read_cells()}
-    run([trial_of(*settings) for settings in wanted if settings not in known], workers)
+    run([trial_of(*settings) for settings in dict.fromkeys(wanted) if settings not in known], workers)
     report([cell for cell in read_cells() if cell.steps == steps])
 
 
 def read_cells() -> list[Cell]:
     rows = map(json.loads, CELLS.read_text().splitlines()) if CELLS.exists() else ()
-    return [Cell(**row | {"rewards": tuple(row["rewards"])}) for row in rows]
+    cells = [Cell(**row | {"rewards": tuple(row["rewards"])}) for row in rows]
+    return [*{cell.settings: cell for cell in cells}.values()]
 
 
 def trial_of(task: str, loss: str, lag: int, engine: str, seed: int, steps: int) -> Trial:

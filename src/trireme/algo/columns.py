@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+MOST_LOG_RATIO = 20.0  # larger differences of logprobs count as this much where infinity would do harm
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -46,6 +48,10 @@ class Columns:
     def lengths(self) -> torch.Tensor:
         """[K] float64: for each token |s|, at least 1."""
         return self.sample_sums(torch.ones_like(self.logprobs.detach())).clamp(min=1)
+
+    def log_ratio(self) -> torch.Tensor:
+        """[K] log r = log pi - log prox, 0 for tokens that do not count."""
+        return torch.where(self.mask, self.logprobs.detach() - self.proximal, 0.0)
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,12 @@ from dataclasses import replace
 
 import torch
 
-from trireme.algo.columns import Columns, CustomLoss, LossTerms, TokenLoss, Totals
+from trireme.algo.columns import MOST_LOG_RATIO, Columns, CustomLoss, LossTerms, TokenLoss, Totals
 from trireme.algo.loss.centering import centering
 from trireme.algo.loss.corrections import corrected
 from trireme.algo.loss.divergence import kl_estimate, reference_difference, reference_penalty
 from trireme.algo.loss.surrogates import SURROGATES
 from trireme.config.losses import Loss
-
-_MOST_LOG_RATIO = 20.0
 
 
 def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLoss | None = None) -> LossTerms:
@@ -115,7 +113,7 @@ def _sums(token: TokenLoss, columns: Columns) -> dict[str, torch.Tensor]:
     }
 
     # For `effective_share`: bounded and in float64, as the squares of large ratios would overflow.
-    weight = torch.where(columns.mask, log_ratio.double().clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO).exp(), 0.0)
+    weight = torch.where(columns.mask, log_ratio.double().clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp(), 0.0)
     sums |= {"weights": weight.sum(), "squared_weights": weight.square().sum()}
 
     if columns.top_behaviour is not None:

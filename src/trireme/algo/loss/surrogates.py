@@ -13,68 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from trireme.algo.columns import Columns, TokenLoss, times
+from trireme.algo.columns import MOST_LOG_RATIO, Columns, TokenLoss, times
+from trireme.algo.loss.masks import dppo_kl, dppo_tv, importance, ipo
 from trireme.config.losses import Loss
 
-_MOST_LOG_RATIO = 20.0
-_LOG_WEIGHTS = (math.log(1e-8), _MOST_LOG_RATIO)
-
-
-def importance(columns: Columns, recipe: Loss) -> TokenLoss:
-    """m r A, where m masks ratios outside [ratio_low, ratio_high]; slope - m r (A - kl_tau log r). The default.
-
-    With kl_tau = 0 and no masking this is off-policy policy gradient with per-token importance sampling. Form and
-    bounds are those of prime-rl's default loss of December 2025. Its parts:
-
-    1. The ratio is taken against the logprobs that the *engine* reported, so it corrects for both staleness and any
-       numeric mismatch between the two (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-       Training").
-    2. Two-sided masking instead of clipping: a token whose ratio left the band gets no gradient at all, in either
-       direction of A (Ling Team 2025, "Every Step Evolves", arXiv 2510.18855, IcePop). Its form with a wider band.
-    3. The KL term is the gradient of KL(pi || mu) estimated on tokens of mu: grad E_mu[r log r] = E_mu[r (1 + log r)
-       grad log pi]; the constant 1 only adds a baseline and is left out.
-    """
-    log_ratio = token_log_ratio(columns)
-    ratio = log_ratio.exp()
-    kept = columns.mask & (ratio >= recipe.ratio_low) & (ratio <= recipe.ratio_high)
-    drift = recipe.kl_tau * log_ratio if recipe.kl_tau else torch.zeros_like(log_ratio)
-    # `times`: a ratio of 0 pulls nowhere, as r log r is then 0.
-    pull = torch.where(kept, times(ratio, columns.advantages - drift), 0.0)
-    value = -torch.where(kept, ratio * columns.advantages, 0.0)
-    return TokenLoss(value, -pull, masked=columns.mask & ~kept)
-
-
-def ipo(columns: Columns, recipe: Loss) -> TokenLoss:
-    """m min(r, cap) A - kl_tau (log r)^2, where m drops tokens with |pi - prox| > eps.
-
-    prime-rl's default since 2026-08-27, with the values of its pull request 3586 (2026-09-18); they were eps = 0.1 and
-    kl_tau = 0.001 before. Differences of probabilities instead of ratios: a rare token may grow a lot, a likely one may
-    not. It is the binary TV mask of DPPO (arXiv 2602.04879) on both sides, whatever the sign of A, with the squared log
-    ratio of Kimi K2.5 (arXiv 2602.02276), which masked tokens have too. The cap is prime-rl's `max_importance_ratio`.
-    """
-    return _masked_importance(columns, recipe, _shift(columns).abs() > recipe.eps)
-
-
-def dppo_tv(columns: Columns, recipe: Loss) -> TokenLoss:
-    """As `ipo`, but a token is dropped only if it has moved far towards where its advantage still pushes it.
-
-    Dropped where A > 0 and pi - prox > mask_high, or A < 0 and prox - pi > mask_low. DPPO with the binary total
-    variation (arXiv 2602.04879); prime-rl's default from April to August 2026 with 0.2 on both sides, there with
-    kl_tau = 0.001 and without a cap. The cap of 20 is that of verl's `dppo_tv` (`clip_ratio_c`).
-    """
-    shift = _shift(columns)
-    return _masked_importance(columns, recipe, *_one_sided(shift, shift.abs(), columns, recipe))
-
-
-def dppo_kl(columns: Columns, recipe: Loss) -> TokenLoss:
-    """As `dppo_tv`, with the binary KL divergence prox log(prox / pi) + (1 - prox) log((1 - prox) / (1 - pi)).
-
-    DPPO with the binary KL (arXiv 2602.04879), as verl's `dppo_kl`; both bounds are 0.05 in verl's recipe.
-    """
-    log_ratio = token_log_ratio(columns)
-    other, other_before = (_complement(logprobs) for logprobs in (columns.logprobs.detach(), columns.proximal))
-    divergence = other_before * (other_before / other).log() - times(columns.proximal.exp(), log_ratio)
-    return _masked_importance(columns, recipe, *_one_sided(_shift(columns), divergence, columns, recipe))
+_LOG_WEIGHTS = (math.log(1e-8), MOST_LOG_RATIO)
 
 
 def clip(columns: Columns, recipe: Loss) -> TokenLoss:
@@ -83,7 +26,7 @@ def clip(columns: Columns, recipe: Loss) -> TokenLoss:
     Two bounds as in DAPO (Yu et al. 2025, arXiv 2503.14476, "clip-higher"). `dual_clip` c bounds it by c A if A < 0
     (Ye et al. 2020, arXiv 1912.09729); without it a token with A < 0 pulls without bound as its ratio grows.
     """
-    return _clipped(token_log_ratio(columns).exp(), columns, recipe, dual=recipe.dual_clip)
+    return _clipped(columns.log_ratio().exp(), columns, recipe, dual=recipe.dual_clip)
 
 
 def sequence_clip(columns: Columns, recipe: Loss) -> TokenLoss:
@@ -92,7 +35,7 @@ def sequence_clip(columns: Columns, recipe: Loss) -> TokenLoss:
     GSPO (Zheng et al. 2025, arXiv 2507.18071, equations 5 and 7) in its token form (GSPO-token, section 4.3): the slope
     of token t is - s A_t, so with one advantage per sample and `normalize = "sequence"` the gradient is GSPO's.
     """
-    log_ratio = token_log_ratio(columns)
+    log_ratio = columns.log_ratio()
     mean = columns.sample_sums(log_ratio) / columns.lengths()
     return _clipped(mean.to(log_ratio.dtype).exp(), columns, recipe, dual=None)
 
@@ -107,7 +50,7 @@ def geometric_mean(columns: Columns, recipe: Loss) -> TokenLoss:
     """
     assert recipe.clip_low is not None, f"not resolved: {recipe}"
     assert recipe.clip_high is not None, f"not resolved: {recipe}"
-    log_ratio, advantages = token_log_ratio(columns), torch.where(columns.mask, columns.advantages, 0.0)
+    log_ratio, advantages = columns.log_ratio(), torch.where(columns.mask, columns.advantages, 0.0)
     too_low = (advantages < 0) & (log_ratio < -recipe.clip_low)
     too_high = (advantages > 0) & (log_ratio > recipe.clip_high)
 
@@ -130,11 +73,11 @@ def kl_cov(columns: Columns, recipe: Loss) -> TokenLoss:
 
     The absolute log ratio stands for the KL divergence as in the authors' code. Ratios are not clipped.
     """
-    log_ratio, chosen = token_log_ratio(columns), _restrained(columns)
+    log_ratio, chosen = columns.log_ratio(), _restrained(columns)
     gain = times(torch.where(columns.mask, columns.advantages, 0.0), log_ratio.exp())
     assert recipe.cov_penalty is not None, f"not resolved: {recipe}"
     weight = torch.where(chosen, log_ratio.new_tensor(recipe.cov_penalty), 0.0)
-    drift = log_ratio.clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO)
+    drift = log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     return TokenLoss(weight * drift.abs() - gain, weight * drift.sign() - gain)
 
 
@@ -144,7 +87,7 @@ def soft_gate(columns: Columns, recipe: Loss) -> TokenLoss:
     tau is tau_pos where A > 0, else tau_neg. The gradient is 4 s (1 - s) r A with s the sigmoid: r A at r = 1, and it
     vanishes smoothly on either side. The paper averages over samples (`normalize = "sequence"`), and has these values.
     """
-    ratio, advantages = token_log_ratio(columns).exp(), torch.where(columns.mask, columns.advantages, 0.0)
+    ratio, advantages = columns.log_ratio().exp(), torch.where(columns.mask, columns.advantages, 0.0)
     tau = _by_sign(advantages > 0, recipe.tau_pos, recipe.tau_neg, like=ratio)
     gate = torch.sigmoid(tau * (ratio - 1))
     rise = 4 * times(gate * torch.sigmoid(-tau * (ratio - 1)), ratio)
@@ -158,7 +101,7 @@ def clipped_weight(columns: Columns, recipe: Loss) -> TokenLoss:
     one, of which that report names no number, weights up to 5.
     """
     low, high = _bounds(recipe)
-    ratio = token_log_ratio(columns).exp()
+    ratio = columns.log_ratio().exp()
     pull = times(torch.where(columns.mask, columns.advantages, 0.0), ratio.clamp(low, high))
     value = -times(columns.logprobs.detach(), pull)
     return TokenLoss(value, -pull, clipped_low=columns.mask & (ratio < low), clipped_high=columns.mask & (ratio > high))
@@ -171,7 +114,7 @@ def gamma_weight(columns: Columns, recipe: Loss) -> TokenLoss:
     and one for A < 0. Values, bounds of log W (log 1e-8 to 20) and the average over all tokens are those of TRL's
     `vespo`.
     """
-    log_ratio, advantages = token_log_ratio(columns), torch.where(columns.mask, columns.advantages, 0.0)
+    log_ratio, advantages = columns.log_ratio(), torch.where(columns.mask, columns.advantages, 0.0)
     log_weight = columns.sample_sums(log_ratio).clamp(*_LOG_WEIGHTS)
     k = _by_sign(advantages >= 0, recipe.k_pos, recipe.k_neg, like=log_weight)
     decay = _by_sign(advantages >= 0, recipe.lambda_pos, recipe.lambda_neg, like=log_weight)
@@ -228,11 +171,6 @@ def _bounds(recipe: Loss) -> tuple[float, float]:
     return 1 - recipe.clip_low, 1 + recipe.clip_high
 
 
-def token_log_ratio(columns: Columns) -> torch.Tensor:
-    """Return [K] log r, 0 for tokens that do not count."""
-    return torch.where(columns.mask, columns.logprobs.detach() - columns.proximal, 0.0)
-
-
 def _clipped(ratio: torch.Tensor, columns: Columns, recipe: Loss, *, dual: float | None) -> TokenLoss:
     """Clip r A to the recipe's bounds, and to `dual` times A from below; clipped tokens have a slope of exactly 0."""
     advantages = torch.where(columns.mask, columns.advantages, 0.0)
@@ -259,41 +197,3 @@ def _by_sign(is_good: torch.Tensor, good: float | None, bad: float | None, *, li
     assert good is not None, "not resolved"
     assert bad is not None, "not resolved"
     return torch.where(is_good, like.new_tensor(good), like.new_tensor(bad))
-
-
-def _masked_importance(
-    columns: Columns, recipe: Loss, too_high: torch.Tensor, too_low: torch.Tensor | None = None
-) -> TokenLoss:
-    """Weigh tokens by their ratio, up to the recipe's cap, drop those that moved too far, and add kl_tau (log r)^2."""
-    log_ratio = token_log_ratio(columns)
-    outside = columns.mask & (too_high if too_low is None else too_high | too_low)
-    weight = torch.where(outside, 0.0, log_ratio.exp().clamp(max=recipe.max_importance_ratio))
-    gain = times(weight, torch.where(columns.mask, columns.advantages, 0.0))
-
-    # A token that the policy rules out would have an infinite penalty.
-    value, slope = -gain, -gain
-    if recipe.kl_tau:
-        drift = log_ratio.clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO)
-        value, slope = value + recipe.kl_tau * drift.square(), slope + 2 * recipe.kl_tau * drift
-    return TokenLoss(value, slope, masked=outside)
-
-
-def _one_sided(
-    shift: torch.Tensor, distance: torch.Tensor, columns: Columns, recipe: Loss
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [K] which tokens rose too far with A > 0, and which fell too far with A < 0."""
-    too_high = (columns.advantages > 0) & (shift > 0) & (distance > recipe.mask_high)
-    too_low = (columns.advantages < 0) & (shift < 0) & (distance > recipe.mask_low)
-    return too_high, too_low
-
-
-def _shift(columns: Columns) -> torch.Tensor:
-    """Return [K] pi - prox, 0 for tokens that do not count. By expm1, as a difference of equals would be rounding."""
-    log_ratio = token_log_ratio(columns)
-    larger = torch.maximum(columns.logprobs.detach(), columns.proximal).clamp(max=0.0)
-    return torch.where(columns.mask, -log_ratio.sign() * larger.exp() * torch.expm1(-log_ratio.abs()), 0.0)
-
-
-def _complement(logprobs: torch.Tensor) -> torch.Tensor:
-    """Return the probability of any other token, which in float32 would be 0 for a token that is all but certain."""
-    return -torch.expm1(logprobs.clamp(max=-1e-8))
