@@ -250,7 +250,7 @@ def used_keys(loss: Loss) -> set[str]:
         used |= {"correction", *CORRECTION_KEYS[loss.correction or "none"]}
     if has_ratio(loss) or loss.correction not in (None, "none"):
         used.add("proximal")
-    if loss.score_centering:
+    if loss.score_centering and "score_centering" in used:
         used.add("score_centering_top_k")
     if loss.normalize == "constant":
         used.add("normalize_length")
@@ -274,7 +274,7 @@ def loss_problems(loss: Loss) -> Iterator[str]:
     # Keys that nothing reads. `correction = "none"` is let through, as it asks for nothing.
     for key, value in given_keys(loss).items():
         if key not in used and (key, value) != ("correction", "none"):
-            shown = f'"{value}"' if isinstance(value, str) else value
+            shown = f'"{value}"' if isinstance(value, str) else "true" if value is True else value
             yield (
                 f'`trainer.loss.{key} = {shown}` with type = "{loss.type}" (surrogate = "{recipe.surrogate}", '
                 f'correction = "{recipe.correction or "none"}") - expected only keys that it reads: '
