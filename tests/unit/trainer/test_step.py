@@ -22,7 +22,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.losses import resolve_loss
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import Checkpoints, Loss, Optimizer, Scheduler, TrainerConfig, TrainerModel
-from trireme.messages import COLUMNS, Kept, TopLogprobs, build_tokens
+from trireme.messages import COLUMNS, Kept, build_tokens
 from trireme.trainer.checkpoint.state import TrainerState, tensors_of
 from trireme.trainer.model.forward import compute_columns
 from trireme.trainer.model.model import load_model
@@ -279,22 +279,8 @@ def test_the_rate_is_set_from_the_step_alone():
     assert {group["lr"] for group in optimizer.param_groups} == {rates[-1]}
 
 
-def listed_sample(seed: int) -> tuple[Sample, list[dict[int, float]]]:
-    """A sample and, for each of its tokens, likely ones with their logprobs; none where the token was given."""
-    (sample,) = tiny.random_samples([15], seed=seed)
-    tops: list[dict[int, float]] = []
-    for place, (token, is_sampled) in enumerate(zip(sample.tokens.ids, sample.tokens.loss_mask, strict=True)):
-        count = 1 + place % 3 if is_sampled else 0
-        tops.append({(int(token) + 5 * n) % tiny.VOCABULARY: -1.0 - n - place for n in range(count)})
-    counts = np.array([len(top) for top in tops], np.int32)
-    ids = np.array([token for top in tops for token in top], np.int32)
-    top = TopLogprobs(counts, ids, np.array([value for top in tops for value in top.values()], np.float32))
-    columns = {name: getattr(sample.tokens, name) for name in COLUMNS}
-    return Sample(build_tokens(top_logprobs=top, **columns), 0.7), tops
-
-
 def test_logprobs_of_the_likeliest_tokens_stand_at_their_places(tiny_model, world):
-    (one, tops), (two, more) = listed_sample(0), listed_sample(1)
+    (one, tops), (two, more) = (tiny.with_likeliest(*tiny.random_samples([15], seed=seed)) for seed in (0, 1))
     (unknown,) = tiny.random_samples([10], seed=5)
     row = tiny.one_row([one, unknown, two])
     columns = compute_columns(tiny.open_state(tiny_model, world).model, row, world.device)
