@@ -250,13 +250,18 @@ def used_keys(loss: Loss) -> set[str]:
         used |= {"correction", *CORRECTION_KEYS[loss.correction or "none"]}
     if has_ratio(loss) or loss.correction not in (None, "none"):
         used.add("proximal")
-    if loss.score_centering and "score_centering" in used:
+    if centers_scores(loss):
         used.add("score_centering_top_k")
     if loss.normalize == "constant":
         used.add("normalize_length")
     if loss.beta:
         used |= {"kl_estimator", "reference_update_every"}
     return used
+
+
+def centers_scores(loss: Loss) -> bool:
+    """Return whether a resolved loss has the term. A resumed run may train by another loss on a batch filled for it."""
+    return bool(loss.score_centering) and loss.surrogate in ("importance", "ipo", "reinforce")
 
 
 def has_ratio(loss: Loss) -> bool:

@@ -12,7 +12,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.network import is_here, is_loopback
 from trireme.base.paths import RunPaths
 from trireme.config.inference import InferenceConfig
-from trireme.config.losses import resolve_loss
+from trireme.config.losses import centers_scores, resolve_loss
 from trireme.config.orchestrator import OrchestratorConfig, slots_for
 from trireme.config.section import Section, Seed
 from trireme.config.trainer import TrainerConfig, Vlm
@@ -266,7 +266,7 @@ class RunConfig(AnyRun):
     def num_top_logprobs(self) -> int:
         """Likeliest tokens at each place whose logprobs the loss needs; 0 if it needs none."""
         loss = resolve_loss(self.trainer.loss, length=self.loss_length)
-        return (loss.score_centering_top_k or 0) if loss.score_centering else 0
+        return (loss.score_centering_top_k or 0) if centers_scores(loss) else 0
 
     @property
     def max_logprobs(self) -> int:

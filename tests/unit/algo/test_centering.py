@@ -146,6 +146,14 @@ def test_places_without_a_list_have_the_loss_without_centring(name) -> None:
         assert float(found.sums.get("top_mass", 0.0)) == 0.0
 
 
+def test_another_loss_on_a_batch_that_was_filled_for_centring_has_no_term() -> None:
+    """A run that was resumed with another loss."""
+    columns = columns_of(torch.tensor(np.log(distribution(3)), requires_grad=True), distribution(4), [2, 5], [0, 1])
+    found = policy_loss(columns, Totals(2, 2), resolve_loss(Loss(type="ppo", score_centering=True), length=1))
+    expected = policy_loss(columns, Totals(2, 2), resolve_loss(Loss(type="ppo"), length=1))
+    assert torch.equal(found.loss, expected.loss)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_centred_gradient_is_independent_of_how_places_form_rows(name) -> None:
     pi, mu, sampled = distribution(7), distribution(8), [0, 3, 3, 8, 1]

@@ -33,7 +33,7 @@ from trireme.algo.loss.centering import centering
 from trireme.algo.loss.corrections import corrected
 from trireme.algo.loss.divergence import kl_estimate, reference_difference, reference_penalty
 from trireme.algo.loss.surrogates import SURROGATES
-from trireme.config.losses import Loss
+from trireme.config.losses import Loss, centers_scores
 
 
 def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLoss | None = None) -> LossTerms:
@@ -84,7 +84,7 @@ def _differentiable(token: TokenLoss, own: torch.Tensor | None, columns: Columns
         per_token = per_token + torch.where(columns.mask, own, 0.0)
     if recipe.entropy_bonus:
         per_token = per_token - recipe.entropy_bonus * torch.where(columns.mask, columns.entropies, 0.0)
-    if recipe.score_centering:
+    if centers_scores(recipe):
         per_token = per_token + centering(columns, recipe)
     return per_token
 
