@@ -1,23 +1,28 @@
-"""Every loss on the quickstart task, and what staleness does to them: a table, and a plot beside it.
+"""Each loss at each lag on engines of each precision: an atlas of what they learn, and where they collapse.
 
-    uv run --group bench python -m benchmarks.learning.losses losses   # each recipe at a lag of 1 version
-    uv run --group bench python -m benchmarks.learning.losses lag      # lags 0 to 16 with and without correction
+    uv run --group bench python -m benchmarks.learning.losses             # the whole atlas
+    uv run --group bench python -m benchmarks.learning.losses --seeds 1 --tasks reverse-text --only ipo importance
+    uv run --group bench python -m benchmarks.learning.losses --seeds 0   # the tables and figures of what is there
 
-`--seeds 5`, `--steps 40` and `--workers 2` (processes of one thread each) are the defaults; `--only GRPO DAPO` runs a
-part again. Rewards go to docs/curves/learning-TABLE.json, the plot beside them, the table to the terminal.
-See `in_process.py` for what is the run's own in this and what is not.
+A cell is one run of one task with one loss, lag, precision and seed: 40 steps in seconds (`in_process.py` says what is
+the run's own in it and what is simulated). Its figures are a line of docs/curves/losses.jsonl, keyed by its settings,
+so that a call that is broken off goes on where it was, and one with more seeds adds to what is there. Tables go to the
+terminal, a figure for each task beside the cells.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from itertools import product
+from statistics import mean, stdev
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -25,35 +30,41 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: the machine's 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 from benchmarks.learning.curves import CURVES, pyplot, save
-from benchmarks.learning.in_process import Course, Trial, learn
+from benchmarks.learning.in_process import ENGINES, TASKS, Course, Trial, learn
 from benchmarks.measuring import command, print_table
+from trireme.base.errors import NotFinite
 
-GOAL = 0.85
-"""Mean training reward, over `WINDOW` steps, that counts as learned. The base model has 0.41."""
+CELLS = CURVES / "losses.jsonl"
 WINDOW = 5
+"""Steps whose rewards are averaged: a cell has one number for each five steps."""
 COLLAPSED = 0.2
 """A run that ends so far below the best it had been has collapsed."""
-LAGS = (0, 1, 2, 4, 8, 16)
+LAGS = (0, 1, 4, 16)
+DEFAULT = "importance"
+SETTINGS = ("task", "loss", "lag", "engine", "seed", "steps")
 
-LOSS, ADVANTAGE = "--trainer.loss.type", "--orchestrator.advantage.type"
-TWICE = ("--trainer.num-iterations", "2")
 SMALL = ("--orchestrator.batch-size", "64", "--orchestrator.rollouts-per-example", "8")
 """Half of the quickstart's batch: sooner over, and harder, so that losses differ."""
+LOSS, ADVANTAGE = "--trainer.loss.type", "--orchestrator.advantage.type"
+TWICE = ("--trainer.num-iterations", "2")
+PLAIN = (
+    *("importance", "ipo", "dppo_tv", "dppo_kl", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "luspo", "gmpo", "sapo"),
+    *("vespo", "clip_cov", "kl_cov", "cispo", "reinforce", "tis", "icepop", "decoupled"),
+)
+CENTERED = ("importance", "ipo", "reinforce")
 RECIPES: dict[str, tuple[str, ...]] = {
-    "importance": (),
+    **{name: (LOSS, name) for name in PLAIN},
+    **{f"{name}, centered": (LOSS, name, "--trainer.loss.score-centering") for name in CENTERED},
+    "icepop, dual clip": (LOSS, "icepop", "--trainer.loss.dual-clip", "3"),
+}
+"""The rows of the atlas. All have the default advantage, so that they differ in their losses alone."""
+VARIANTS: dict[str, tuple[str, ...]] = {
     "importance, max-RL": (ADVANTAGE, "max_rl"),
-    "GRPO": (LOSS, "grpo", ADVANTAGE, "group_mean_std"),
-    "GRPO, 2 iterations": (LOSS, "grpo", ADVANTAGE, "group_mean_std", *TWICE),
-    "Dr. GRPO": (LOSS, "dr_grpo"),
-    "DAPO": (LOSS, "dapo", ADVANTAGE, "group_mean_std", "--orchestrator.filters.truncated", "mask"),
-    "GSPO": (LOSS, "gspo", ADVANTAGE, "group_mean_std"),
-    "CISPO": (LOSS, "cispo", ADVANTAGE, "group_mean_std"),
+    "GRPO with its advantage": (LOSS, "grpo", ADVANTAGE, "group_mean_std"),
+    "GRPO with its advantage, 2 iterations": (LOSS, "grpo", ADVANTAGE, "group_mean_std", *TWICE),
     "RLOO": (LOSS, "reinforce", ADVANTAGE, "leave_one_out"),
     "REINFORCE++": (LOSS, "reinforce", ADVANTAGE, "batch"),
     "REINFORCE, running mean": (LOSS, "reinforce", ADVANTAGE, "ema"),
-    "TIS": (LOSS, "tis"),
-    "IcePop": (LOSS, "icepop"),
-    "decoupled": (LOSS, "decoupled"),
     "decoupled, 2 iterations": (LOSS, "decoupled", *TWICE),
     "importance, KL to reference": ("--trainer.loss.beta", "0.02"),
     "importance, entropy bonus": ("--trainer.loss.entropy-bonus", "0.003"),
@@ -62,144 +73,208 @@ RECIPES: dict[str, tuple[str, ...]] = {
 DISTILLED = "teacher alone (distillation)"
 """No reward at all; the teacher is what `importance` makes of the base model in as many steps, with another seed."""
 TEACHER = ("--orchestrator.teacher.base-url", "http://127.0.0.1/v1", "--orchestrator.teacher.reward-weight", "0")
-CORRECTIONS: dict[str, tuple[str, ...]] = {
-    "none (REINFORCE)": (LOSS, "reinforce"),
-    "importance": (),
-}
+FLAGS = RECIPES | VARIANTS | {DISTILLED: TEACHER}
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The figures of one row, of all its seeds."""
+class Cell:
+    """The figures of one run."""
 
-    name: str
-    rewards: np.ndarray  # [seeds, steps]
-    ess: float  # mean over all steps and seeds
-
-    @property
-    def smooth(self) -> np.ndarray:
-        kernel = np.ones(WINDOW) / WINDOW
-        return np.stack([np.convolve(row, kernel, mode="valid") for row in self.rewards])
-
-    @property
-    def steps_to_goal(self) -> list[int | None]:
-        reached = self.smooth >= GOAL
-        return [int(row.argmax()) + WINDOW if row.any() else None for row in reached]
+    task: str
+    loss: str
+    lag: int
+    engine: str
+    seed: int
+    steps: int
+    rewards: tuple[float, ...]  # mean training reward of each `WINDOW` steps
+    ess: float | None  # mean effective share of samples
+    masked: float | None  # mean share of tokens without a gradient because of a mask or clip
+    mismatch_kl: float | None  # mean KL of engine and trainer with the same weights; None if the lag is never 0
 
     @property
-    def num_collapsed(self) -> int:
-        smooth = self.smooth
-        return int((smooth.max(1) - smooth[:, -1] > COLLAPSED).sum())
+    def settings(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in SETTINGS)
 
-    def row(self) -> list[str]:
-        reached = [steps for steps in self.steps_to_goal if steps is not None]
-        steps = f"{np.median(reached):.0f} ({min(reached)}-{max(reached)})" if reached else "-"
-        last = self.smooth[:, -1]
-        end = f"{last.mean():.3f} ± {last.std():.3f}"
-        counts = (f"{len(reached)}/{len(self.rewards)}", steps)
-        return [self.name, *counts, end, f"{self.num_collapsed}", f"{self.ess:.2f}"]
+    @property
+    def end(self) -> float:
+        return self.rewards[-1]
 
-
-COLUMNS = ["", f"seeds that reach {GOAL}", "steps to it: median (range)", "reward at the end", "collapsed"]
-COLUMNS += ["effective samples"]
+    @property
+    def has_collapsed(self) -> bool:
+        return max(self.rewards) - self.end > COLLAPSED
 
 
 def main(
-    table: Literal["losses", "lag"],
     seeds: int = 5,
     steps: int = 40,
+    tasks: tuple[str, ...] = tuple(TASKS),
+    lags: tuple[int, ...] = LAGS,
+    engines: tuple[str, ...] = tuple(ENGINES),
+    only: Annotated[tuple[str, ...] | None, "losses"] = None,
     workers: Annotated[int, "processes of one thread each"] = 2,
-    only: tuple[str, ...] | None = None,
 ) -> None:
-    everything = losses() if table == "losses" else lags()
-    trials = {
-        name: [trial_of(name, flags, lag=lag, seed=seed, steps=steps) for seed in range(seeds)]
-        for name, (flags, lag) in everything.items()
-        if only is None or name in only
-    }
-    courses = run([trial for group in trials.values() for trial in group], workers)
+    # A call that is broken off has all losses at all lags with its first seeds.
+    wanted = [
+        (task, loss, lag, engine, seed, steps)
+        for seed, task, engine, lag, loss in product(range(seeds), tasks, engines, lags, only or RECIPES)
+        if loss in RECIPES
+    ]
+    if "reverse-text" in tasks:
+        more = [name for name in FLAGS if name not in RECIPES and (only is None or name in only)]
+        wanted += [("reverse-text", loss, 1, "float32", seed, steps) for seed in range(seeds) for loss in more]
 
-    # Rows that were made before stay, so that a part can be made again.
-    path = CURVES / f"learning-{table}.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    found |= {name: keep([courses[trial] for trial in group]) for name, group in trials.items()}
-    found = {name: found[name] for name in everything if name in found}
-    lines = (f" {json.dumps(name)}: {json.dumps(row, separators=(',', ':'))}" for name, row in found.items())
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    summaries = [Summary(name, np.array(row["rewards"]), row["ess"]) for name, row in found.items()]
-    print_table(COLUMNS, (summary.row() for summary in summaries))
-    plot(path.with_suffix(".svg"), panels_of(summaries, table))
+    known = {cell.settings for cell in read_cells()}
+    run([trial_of(*settings) for settings in dict.fromkeys(wanted) if settings not in known], workers)
+    report([cell for cell in read_cells() if cell.steps == steps])
 
 
-def run(trials: list[Trial], workers: int) -> dict[Trial, Course]:
-    """Run all trials, a few at once."""
-    results = {}
+def read_cells() -> list[Cell]:
+    rows = map(json.loads, CELLS.read_text().splitlines()) if CELLS.exists() else ()
+    cells = [Cell(**row | {"rewards": tuple(row["rewards"])}) for row in rows]
+    return [*{cell.settings: cell for cell in cells}.values()]
+
+
+def trial_of(task: str, loss: str, lag: int, engine: str, seed: int, steps: int) -> Trial:
+    teacher = Trial("teacher", SMALL, seed=1000 + seed, max_steps=steps) if loss == DISTILLED else None
+    flags = (*SMALL, *FLAGS[loss])
+    return Trial(loss, flags, lag=lag, seed=seed, max_steps=steps, task=task, engine=engine, teacher=teacher)
+
+
+def run(trials: list[Trial], workers: int) -> None:
+    """Run all trials, a few at once, and write each cell as soon as it is known."""
     began = time.perf_counter()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(learn, trial): trial for trial in trials}
+        futures = {pool.submit(cell_of, trial): trial for trial in trials}
         for number, future in enumerate(as_completed(futures), start=1):
-            trial = futures[future]
-            results[trial] = future.result()
+            cell = future.result()
+            with CELLS.open("a") as file:
+                file.write(json.dumps(vars(cell), separators=(",", ":")) + "\n")
             seconds = time.perf_counter() - began
-            print(
-                f"{number}/{len(trials)} {seconds:.0f} s  {trial.name}, lag {trial.lag}, seed {trial.seed}", flush=True
-            )
-    return results
+            print(f"{number}/{len(trials)} {seconds:.0f} s  {cell.settings} {cell.end}", flush=True)
 
 
-def keep(courses: list) -> dict:
-    """Return one row as it is written."""
-    return {
-        "rewards": np.round([course.rewards for course in courses], 4).tolist(),
-        "ess": round(float(np.nanmean([course.ess for course in courses])), 4),
-    }
+def cell_of(trial: Trial) -> Cell:
+    """Run one trial. One whose weights or gradients are no longer finite has a reward of 0 from there on."""
+    course = Course(trial)
+    try:
+        learn(trial, course=course)
+    except NotFinite:
+        course.rewards += [0.0] * (trial.max_steps - len(course.rewards))
+    blocks = np.array(course.rewards[: trial.max_steps]).reshape(-1, WINDOW).mean(1)
+    return Cell(
+        trial.task,
+        trial.name,
+        trial.lag,
+        trial.engine,
+        trial.seed,
+        trial.max_steps,
+        rewards=tuple(round(float(reward), 3) for reward in blocks),
+        ess=_mean(course.ess),
+        masked=_mean(course.masked),
+        mismatch_kl=_mean(course.mismatches) if trial.lag == 0 else None,
+    )
 
 
-def trial_of(name: str, flags: tuple[str, ...], *, lag: int, seed: int, steps: int) -> Trial:
-    teacher = Trial("teacher", SMALL, seed=1000 + seed, max_steps=steps) if name == DISTILLED else None
-    return Trial(name, SMALL + flags, lag=lag, seed=seed, max_steps=steps, teacher=teacher)
+def _mean(values: list[float]) -> float | None:
+    known = [value for value in values if math.isfinite(value)]
+    return float(f"{mean(known):.3g}") if known else None
 
 
-def losses() -> dict[str, tuple[tuple[str, ...], int]]:
-    return {name: (flags, 1) for name, flags in (RECIPES | {DISTILLED: TEACHER}).items()}
+def report(cells: list[Cell]) -> None:
+    """Print the tables of all that is known, and draw the figures."""
+    for task in TASKS:
+        of_task = [cell for cell in cells if cell.task == task]
+        atlas = [cell for cell in of_task if cell.loss in RECIPES]
+        if not atlas:
+            continue
+        full = len(RECIPES) * len(LAGS) * len(ENGINES) * 5
+        print(f"\n{task}: {len(atlas)} of the {full} cells of five seeds\n")
+        header = ["loss", *(f"lag {lag}" for lag in LAGS), "± of seeds", f"better than `{DEFAULT}` by, lags 0 to 4"]
+        print_table([*header, "collapsed", "masked, lag 4"], rows_of(atlas))
+        print(f"\nmismatch_kl of {task} at lag 0\n")
+        print_table(["engine", "median over losses and seeds", "range"], mismatches_of(atlas))
+        draw(task, atlas)
+
+    others = [cell for cell in cells if cell.loss not in RECIPES or cell.settings[:4] == PLACE_OF_VARIANTS]
+    print("\nVariants: reverse-text, lag 1, float32\n")
+    print_table(["recipe", "reward at the end", "seeds", "collapsed", "effective samples"], variants_of(others))
 
 
-def lags() -> dict[str, tuple[tuple[str, ...], int]]:
-    return {f"lag {lag}, {name}": (flags, lag) for lag in LAGS for name, flags in CORRECTIONS.items()}
+PLACE_OF_VARIANTS = ("reverse-text", DEFAULT, 1, "float32")
 
 
-def panels_of(summaries: list[Summary], table: str) -> dict[str, dict[str, Summary]]:
-    """Return the curves of each panel: of each recipe alone, or of each lag with and without correction."""
-    if table == "losses":
-        return {summary.name: {"": summary} for summary in summaries}
-    by_name = {summary.name: summary for summary in summaries}
-    keys = {lag: {name: f"lag {lag}, {name}" for name in CORRECTIONS} for lag in LAGS}
-    return {
-        f"lag {lag}": {name: by_name[key] for name, key in names.items() if key in by_name}
-        for lag, names in keys.items()
-    }
+def rows_of(atlas: list[Cell]) -> Iterator[list[str]]:
+    """Yield a row for each loss. Rewards are those of float32 / bfloat16 / fp8."""
+    for loss in RECIPES:
+        own = [cell for cell in atlas if cell.loss == loss]
+        if not own:
+            continue
+        groups = {key: [cell for cell in own if (cell.lag, cell.engine) == key] for key in product(LAGS, ENGINES)}
+        ends = {key: [cell.end for cell in group] for key, group in groups.items()}
+        rewards = [
+            " / ".join(f"{mean(ends[lag, engine]):.2f}" if ends[lag, engine] else "-" for engine in ENGINES)
+            for lag in LAGS
+        ]
+        spreads = [stdev(each) for each in ends.values() if len(each) > 1]
+        masked = [cell.masked for cell in own if cell.lag == 4 and cell.masked is not None]
+        yield [
+            f"`{loss}`" if loss in PLAIN else loss,
+            *rewards,
+            f"{mean(spreads):.3f}" if spreads else "-",
+            better_by(own, atlas),
+            f"{sum(cell.has_collapsed for cell in own)}/{len(own)}",
+            f"{100 * mean(masked):.1f} %" if masked else "-",
+        ]
 
 
-def plot(path: Path, panels: dict[str, dict[str, Summary]]) -> None:
-    columns = 4 if len(panels) > len(LAGS) else 3
-    rows = -(-len(panels) // columns)
-    shared: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
-    figure, axes = pyplot.subplots(rows, columns, figsize=(11, max(6, 2 * rows)), **shared)
-    for panel, (title, lines) in zip(axes.flat, panels.items(), strict=False):
-        panel.axhline(GOAL, color="0.7", linewidth=0.6)
-        panel.set_title(title, fontsize=8)
-        for number, (label, summary) in enumerate(lines.items()):
-            smooth, color = summary.smooth, f"C{number}"
-            steps = np.arange(smooth.shape[1]) + WINDOW
-            panel.plot(steps, smooth.mean(0), color=color, label=label or None, linewidth=1.2)
-            panel.fill_between(steps, smooth.min(0), smooth.max(0), color=color, alpha=0.2, linewidth=0)
-    for panel in list(axes.flat)[len(panels) :]:
-        panel.set_visible(False)
-    if axes.flat[0].get_legend_handles_labels()[1]:
-        axes.flat[0].legend(fontsize=7, frameon=False)
-    figure.supxlabel("step")
-    figure.supylabel("training reward, mean and range over seeds")
-    save(figure, path)
+def better_by(own: list[Cell], atlas: list[Cell]) -> str:
+    """Return by how much a loss ends above the default in the same place with the same seed, and its standard error."""
+    default = {cell.settings[2:]: cell.end for cell in atlas if cell.loss == DEFAULT}
+    pairs = [(cell, default.get(cell.settings[2:])) for cell in own if cell.lag <= 4 and cell.loss != DEFAULT]
+    found = [cell.end - end for cell, end in pairs if end is not None]
+    if len(found) < 2:
+        return "-"
+    return f"{mean(found):+.3f} ± {stdev(found) / math.sqrt(len(found)):.3f} (n = {len(found)})"
+
+
+def mismatches_of(atlas: list[Cell]) -> Iterator[list[str]]:
+    for engine in ENGINES:
+        found = [cell.mismatch_kl for cell in atlas if cell.engine == engine and cell.mismatch_kl is not None]
+        if found:
+            yield [engine, f"{np.median(found):.1e}", f"{min(found):.1e} to {max(found):.1e}"]
+
+
+def variants_of(cells: list[Cell]) -> Iterator[list[str]]:
+    for loss in (DEFAULT, *(name for name in FLAGS if name not in RECIPES)):
+        own = [cell for cell in cells if cell.loss == loss]
+        if own:
+            ends = [cell.end for cell in own]
+            shares = [cell.ess for cell in own if cell.ess is not None]
+            end = f"{mean(ends):.3f}" + (f" ± {stdev(ends):.3f}" if len(ends) > 1 else "")
+            yield [loss, end, str(len(own)), str(sum(cell.has_collapsed for cell in own)), f"{mean(shares):.2f}"]
+
+
+def draw(task: str, atlas: list[Cell]) -> None:
+    """Draw the reward at the end of each loss, at each lag and precision, with the collapses written in."""
+    losses = [loss for loss in RECIPES if any(cell.loss == loss for cell in atlas)]
+    places = list(product(LAGS, ENGINES))
+    rewards = np.full((len(losses), len(places)), np.nan)
+    figure, panel = pyplot.subplots(figsize=(8, 0.32 * len(losses) + 1.4), layout="constrained")
+    for (row, loss), (column, place) in product(enumerate(losses), enumerate(places)):
+        group = [cell for cell in atlas if cell.loss == loss and (cell.lag, cell.engine) == place]
+        if group:
+            rewards[row, column] = mean(cell.end for cell in group)
+            collapsed = sum(cell.has_collapsed for cell in group)
+            text = f"{rewards[row, column]:.2f}" + (f" ({collapsed})" if collapsed else "")
+            panel.text(column, row, text, ha="center", va="center", fontsize=6.5)
+
+    image = panel.imshow(rewards, aspect="auto", cmap="RdYlGn", vmin=np.nanmin(rewards), vmax=np.nanmax(rewards))
+    panel.set_xticks(range(len(places)), [f"{engine}\nlag {lag}" for lag, engine in places], fontsize=6)
+    panel.set_yticks(range(len(losses)), losses, fontsize=7)
+    seeds = len({cell.seed for cell in atlas})
+    panel.set_title(f"{task}: reward at the end, mean of up to {seeds} seeds (collapsed runs)", fontsize=8)
+    figure.colorbar(image, shrink=0.6)
+    save(figure, CURVES / f"losses-{task}.svg")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,18 @@ class Kept(msgspec.Struct, frozen=True):
     ids: np.ndarray  # [sum of counts] int32, ascending within each token
 
 
+class TopLogprobs(msgspec.Struct, frozen=True):
+    """The likeliest tokens at each place and their logprobs under the policy that sampled, for score centering.
+
+    Example:
+        TopLogprobs(counts=[0, 2], ids=[5, 7], logprobs=[-0.1, -2.6])  # at the second token: 5, then 7
+    """
+
+    counts: np.ndarray  # [T] int32: 0 if the token was not sampled, or nothing is known
+    ids: np.ndarray  # [sum of counts] int32
+    logprobs: np.ndarray  # [sum of counts] float32: as `Tokens.logprobs`, of the distribution that was sampled from
+
+
 class Routed(msgspec.Struct, frozen=True):
     """The experts that the engine sent tokens to, in a model with a mixture of experts.
 
@@ -88,6 +100,8 @@ class Tokens(msgspec.Struct, frozen=True):
     kept: Kept | None = None  # given if sampling was cut; logprobs are those among the kept tokens
     routed: Routed | None = None  # given if the trainer must send tokens to the engine's experts
     pictures: list[Picture] = []  # pictures, ascending by their places
+    top_logprobs: TopLogprobs | None = None  # given if the loss centers scores
+    restrained: np.ndarray | None = None  # [T] uint8: 1 if the loss restrains the token, see `algo/covariance.py`
 
     @property
     def length(self) -> int:
@@ -105,21 +119,29 @@ COLUMNS: dict[str, tuple[np.dtype, float]] = {
 
 
 def build_tokens(
-    *, kept: Kept | None = None, routed: Routed | None = None, pictures: list[Picture] | None = None, **columns: Any
+    *,
+    kept: Kept | None = None,
+    routed: Routed | None = None,
+    pictures: list[Picture] | None = None,
+    top_logprobs: TopLogprobs | None = None,
+    **columns: Any,
 ) -> Tokens:
     """Build tokens from sequences of numbers, each column cast to its type."""
     arrays = {name: np.asarray(columns[name], dtype=dtype) for name, (dtype, _) in COLUMNS.items()}
     lengths = {name: len(array) for name, array in arrays.items()}
     assert len(set(lengths.values())) == 1, f"columns of different lengths: {lengths}"
-    assert kept is None or len(kept.counts) == lengths["ids"], f"{len(kept.counts)} counts for {lengths['ids']} tokens"
+    for lists in (kept, top_logprobs):
+        assert lists is None or len(lists.counts) == lengths["ids"], f"{len(lists.counts)} counts, {lengths['ids']} ids"
     assert routed is None or len(routed.known) == lengths["ids"], f"routes of {len(routed.known)} tokens"
-    return Tokens(**arrays, kept=kept, routed=routed, pictures=pictures or [])
+    return Tokens(**arrays, kept=kept, routed=routed, pictures=pictures or [], top_logprobs=top_logprobs)
 
 
 def concat_tokens(parts: list[Tokens]) -> Tokens:
-    """Return one row of several samples: the places of pictures move along, and gaps of `kept` and `routed` are filled.
+    """Return one row of several samples: places of pictures move along, gaps of `kept`, `routed` and `top_logprobs` are
+    filled.
 
-    Tokens of a sample without one of them count as sampled from the whole vocabulary, and as of unknown experts.
+    Tokens of a sample without one of them count as sampled from the whole vocabulary, as of unknown experts, and as of
+    a distribution that is not known.
     """
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
     pictures: list[Picture] = []
@@ -127,7 +149,14 @@ def concat_tokens(parts: list[Tokens]) -> Tokens:
     for part in parts:
         pictures += [msgspec.structs.replace(each, place=begin + each.place) for each in part.pictures]
         begin += part.length
-    return Tokens(**columns, kept=_concat_kept(parts), routed=_concat_routed(parts), pictures=pictures)
+    return Tokens(
+        **columns,
+        kept=_concat_kept(parts),
+        routed=_concat_routed(parts),
+        pictures=pictures,
+        top_logprobs=_concat_top_logprobs(parts),
+        restrained=_concat_restrained(parts),
+    )
 
 
 def _concat_kept(parts: list[Tokens]) -> Kept | None:
@@ -136,6 +165,23 @@ def _concat_kept(parts: list[Tokens]) -> Kept | None:
     # A sample without lists was sampled from the whole vocabulary: no kept token at any place.
     kept = [part.kept or Kept(np.zeros(part.length, np.int32), np.zeros(0, np.int32)) for part in parts]
     return Kept(np.concatenate([each.counts for each in kept]), np.concatenate([each.ids for each in kept]))
+
+
+def _concat_top_logprobs(parts: list[Tokens]) -> TopLogprobs | None:
+    if all(part.top_logprobs is None for part in parts):
+        return None
+    nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    top = [part.top_logprobs or TopLogprobs(np.zeros(part.length, np.int32), *nothing) for part in parts]
+    names = ("counts", "ids", "logprobs")
+    return TopLogprobs(*(np.concatenate([getattr(each, name) for each in top]) for name in names))
+
+
+def _concat_restrained(parts: list[Tokens]) -> np.ndarray | None:
+    if all(part.restrained is None for part in parts):
+        return None
+    return np.concatenate(
+        [np.zeros(part.length, np.uint8) if part.restrained is None else part.restrained for part in parts]
+    )
 
 
 def _concat_routed(parts: list[Tokens]) -> Routed | None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from trireme import messages as wire
-from trireme.messages import COLUMNS, Kept, Reply, Request, Routed, Tokens, build_tokens
+from trireme.messages import COLUMNS, Kept, Reply, Request, Routed, Tokens, TopLogprobs, build_tokens
 
 GOLDEN = Path(__file__).parents[1] / "data" / f"wire_v{wire.WIRE_VERSION}.json"
 
@@ -26,12 +26,14 @@ CUT = build_tokens(**COLUMN, kept=Kept(*np.array([[0, 2], [4, 1]], np.int32)))
 ROUTED = Routed(np.array([1, 0], np.uint8), np.array([5, 2, 0, 7], np.uint8), layers=2, top_k=2)
 SENT_TO = build_tokens(**COLUMN, routed=ROUTED)
 SEEN = build_tokens(**COLUMN, pictures=[wire.Picture("a" * 64, place=0, rows=1, columns=2)])
+TOP = TopLogprobs(np.array([0, 2], np.int32), np.array([5, 7], np.int32), np.array([-0.125, -2.5], np.float32))
+LISTED = build_tokens(**COLUMN, top_logprobs=TOP)
 SENT = {"run_id": "run", "version": 7, "attempt": 2}
 SPECS = [wire.TensorSpec("model.norm.weight", "bfloat16", [64]), wire.TensorSpec("scale", "float32", [])]
 PROBE = wire.Probe(ids=[1, 2, 3], logprobs=[-0.5, -1.25])
 ROWS = [
     wire.MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7], sources=["a", "b"]),
-    *(wire.MicroBatch(tokens=tokens, lengths=[2], temperatures=[1.0]) for tokens in (CUT, SENT_TO, SEEN)),
+    *(wire.MicroBatch(tokens=tokens, lengths=[2], temperatures=[1.0]) for tokens in (CUT, SENT_TO, SEEN, LISTED)),
 ]
 REQUESTS: list[Request] = [
     wire.GetNewest(run_id="run"),

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+MOST_LOG_RATIO = 20.0  # larger differences of logprobs count as this much where infinity would do harm
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -33,6 +35,10 @@ class Columns:
     mask: torch.Tensor  # [K] bool; all True but in a row that has no token that counts
     reference: torch.Tensor | None = None  # [K] float32, log ref, if `beta` is above 0
     sources: tuple[str, ...] = ()  # the environment of each of the row's samples, if some have losses of their own
+    restrained: torch.Tensor | None = None  # [K] bool: chosen by `algo/covariance.py`, if the loss restrains tokens
+    # With `score_centering`, of the W likeliest tokens of mu at each place:
+    top_logprobs: torch.Tensor | None = None  # [W, K] float32, log pi, with gradient
+    top_behaviour: torch.Tensor | None = None  # [W, K] float32, log mu; -inf where fewer are known
 
     def only(self, which: torch.Tensor) -> Columns:
         """Return the tokens for which [K] bool `which` is set. Samples keep their numbers."""
@@ -48,6 +54,10 @@ class Columns:
     def lengths(self) -> torch.Tensor:
         """[K] float64: for each token |s|, at least 1."""
         return self.sample_sums(torch.ones_like(self.logprobs.detach())).clamp(min=1)
+
+    def log_ratio(self) -> torch.Tensor:
+        """[K] log r = log pi - log prox, 0 for tokens that do not count."""
+        return torch.where(self.mask, self.logprobs.detach() - self.proximal, 0.0)
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,12 @@ a limit on how many are kept.
 """
 
 
+def is_cut(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a request's sampler chooses among a part of the vocabulary. At temperature 0, it never chooses."""
+    cuts = arguments.get("top_p", 1.0) < 1 or arguments.get("min_p", 0.0) > 0 or arguments.get("top_k", 0) > 0
+    return cuts and arguments.get("temperature", 1.0) > 0
+
+
 def slots_for(top_k: int) -> int:
     """Return how many of the likeliest tokens to ask for: more than `top_k`, as tokens that tie for its last place are
     all kept."""

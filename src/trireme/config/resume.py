@@ -47,11 +47,15 @@ RUN: dict[When, str] = {
         trainer.loss.type trainer.loss.surrogate trainer.loss.proximal trainer.loss.correction
         trainer.loss.correction_low trainer.loss.correction_high trainer.loss.normalize trainer.loss.normalize_length
         trainer.loss.ratio_low trainer.loss.ratio_high trainer.loss.kl_tau trainer.loss.clip_low trainer.loss.clip_high
+        trainer.loss.adv_tau trainer.loss.eps trainer.loss.mask_low trainer.loss.mask_high
+        trainer.loss.max_importance_ratio trainer.loss.tau_pos trainer.loss.tau_neg
+        trainer.loss.cov_ratio trainer.loss.cov_low trainer.loss.cov_high trainer.loss.cov_penalty
+        trainer.loss.k_pos trainer.loss.k_neg trainer.loss.lambda_pos trainer.loss.lambda_neg
         trainer.loss.dual_clip trainer.loss.beta trainer.loss.kl_estimator trainer.loss.entropy_bonus
         trainer.loss.path trainer.loss.args.*
     """,
     "batch": """
-        max_async_level
+        max_async_level trainer.loss.score_centering trainer.loss.score_centering_top_k
         inference.model.max_model_len inference.model.enforce_eager inference.model.enable_auto_tool_choice
         inference.model.tool_call_parser inference.model.reasoning_parser inference.model.trust_remote_code
         inference.parallel.* inference.cpu.* inference.gpu_memory_utilization inference.max_num_seqs inference.args.*

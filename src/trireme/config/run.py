@@ -12,6 +12,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.network import is_here, is_loopback
 from trireme.base.paths import RunPaths
 from trireme.config.inference import InferenceConfig
+from trireme.config.losses import Loss, centers_scores, resolve_loss
 from trireme.config.orchestrator import OrchestratorConfig, slots_for
 from trireme.config.section import EnvVars, Section, Seed, merged
 from trireme.config.trainer import TrainerConfig, Vlm
@@ -244,6 +245,11 @@ class RunConfig(AnyRun):
         return {"": self} | {name: self.of(name) for name in own}
 
     @property
+    def recipes(self) -> dict[str, Loss]:
+        """Each of `losses` with every key filled in that it reads."""
+        return {name: resolve_loss(own.trainer.loss, length=own.loss_length) for name, own in self.losses.items()}
+
+    @property
     def num_groups(self) -> int:
         """Groups per batch; where sources have groups of different sizes, how many there are on average."""
         orchestrator, sources = self.orchestrator, self.orchestrator.sources
@@ -295,11 +301,17 @@ class RunConfig(AnyRun):
         return not (self.replays_routes and self.synchronous and self.device == "cpu")
 
     @property
+    def num_top_logprobs(self) -> int:
+        """Likeliest tokens at each place whose logprobs a loss needs; 0 if none needs any."""
+        wanted = [loss.score_centering_top_k for loss in self.recipes.values() if centers_scores(loss)]
+        return max((number or 0 for number in wanted), default=0)
+
+    @property
     def max_logprobs(self) -> int:
-        """Logprobs per token that the engine must be able to return: enough for all tokens that a turn may keep, and
-        vLLM's own default of 20 at least."""
+        """Logprobs per token that the engine must be able to return: enough for all tokens that a turn may keep or that
+        the loss needs, and vLLM's own default of 20 at least."""
         samplings = [self.orchestrator.sampling, *(own.sampling for own in self.orchestrator.sources.values())]
-        return max(20, *(slots_for(sampling.most_kept) for sampling in samplings))
+        return max(20, self.num_top_logprobs, *(slots_for(sampling.most_kept) for sampling in samplings))
 
 
 NODE = "TRIREME_NODE"

@@ -64,6 +64,7 @@ class Turn(msgspec.Struct, omit_defaults=True):
     finish_reason: str  # "stop", "length", "repetition"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None at the end of sequence
     kept: list[list[int]] | None = None  # [C] what each token was chosen from; None if from the whole vocabulary
+    top_logprobs: list[dict[int, float]] | None = None  # [C] the likeliest tokens; None if the loss needs none
     routes: np.ndarray | None = None  # [N, layers, experts] see `routes_of`; None if not asked for
     cut: Literal["max_tokens", "context_full"] | None = None  # the limit that ended it, if one did
     message: Message = {}  # the message that environments and programs are shown

@@ -6,9 +6,12 @@ Deterministic: a re-read gives the same rows.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
+from trireme.algo.covariance import with_restrained
 from trireme.algo.model.flops import LINEAR, Cost, cost_of
 from trireme.algo.packing import Sample, deal, num_learned, rows_of
+from trireme.config.losses import Loss
 from trireme.config.model.folder import read_config
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
@@ -36,8 +39,13 @@ class Shares:
         # Dealing a batch is slow and gives all ranks their shares at once, so it is done once per step.
         if self._kept is None or self._kept[:2] != (step, world):
             config = self._settings.at(step)  # a step that is repeated has the rows that it had
-            capacity, cost, by_source = row_capacity(config), row_cost(config), len(config.losses) > 1
-            batch = DealtBatch(self._journal.read(step), world=world, capacity=capacity, cost=cost, by_source=by_source)
+            batch = DealtBatch(
+                self._journal.read(step),
+                world=world,
+                capacity=row_capacity(config),
+                cost=row_cost(config),
+                losses=config.recipes,
+            )
             self._kept = step, world, batch
         return self._kept[2].share(rank, self._pictures)
 
@@ -50,13 +58,26 @@ class Shares:
 class DealtBatch:
     """A batch split over `world` ranks, in rows of `row_capacity` tokens that are balanced by `row_cost`.
 
-    With `by_source`, samples carry the names of their sources, which have losses of their own.
+    With several `losses`, samples carry the names of their sources, which decide the loss of each. Each loss chooses
+    the tokens that it restrains among those that it trains, in the whole batch.
     """
 
     def __init__(
-        self, record: BatchRecord, *, world: int, capacity: int, cost: Cost = LINEAR, by_source: bool = False
+        self,
+        record: BatchRecord,
+        *,
+        world: int,
+        capacity: int,
+        cost: Cost = LINEAR,
+        losses: Mapping[str, Loss] = {},
     ) -> None:
-        self._samples = samples_of(record.rollouts, by_source=by_source)
+        self._samples = samples_of(record.rollouts, by_source=len(losses) > 1)
+        for name, loss in losses.items():
+            own = [i for i, each in enumerate(self._samples) if (each.source if each.source in losses else "") == name]
+            chosen = with_restrained([self._samples[i] for i in own], loss, step=record.step)
+            for i, sample in zip(own, chosen, strict=True):
+                self._samples[i] = sample
+
         lengths = [sample.tokens.length for sample in self._samples]
         self._dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
         self._counts = num_learned(self._samples)

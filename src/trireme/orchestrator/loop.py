@@ -146,6 +146,7 @@ class Orchestrator:
                 vocab_size=tokenizer.vocab_size,
                 adapter=POLICY if config.serves_adapters else None,
                 experts=experts_to_replay(config, tokenizer.model_config),
+                keeps_top_logprobs=config.num_top_logprobs > 0,
                 shares_prefixes=config.shares_prefixes,
             )
         )

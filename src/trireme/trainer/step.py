@@ -81,7 +81,7 @@ def run_loss(config: RunConfig) -> tuple[LossFunction, list[Loss]]:
     Raises:
         ConfigError: a loss function of the user's cannot be loaded.
     """
-    recipes = {name: resolve_loss(own.trainer.loss, length=own.loss_length) for name, own in config.losses.items()}
+    recipes = config.recipes
     losses = {name: (policy_gradient(recipe), recipe.proximal == "recomputed") for name, recipe in recipes.items()}
     if len(losses) == 1:
         return losses[OTHERS][0], [*recipes.values()]

@@ -66,6 +66,36 @@ def test_what_a_cut_sampler_chose_from_is_what_the_whole_distribution_says(engin
         assert logprob == pytest.approx(raw[token] - np.log(np.exp(raw[expected]).sum()), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(max_tokens=12, temperature=0.7), Sampling(max_tokens=12, top_k=6, top_p=0.9)],
+    ids=["whole vocabulary", "cut"],
+)
+def test_the_likeliest_tokens_have_the_logprobs_that_were_sampled_from(engine, tokenizer, sampling):
+    words = tokenizer.render([{"role": "user", "content": "Reverse: stone"}], tools=None, generate=True)
+    prompt, size = tokenizer.encode(words), tokenizer.vocab_size
+    turns = TurnSampling(sampling, run_seed=3, key="k", attempt=0, trained=True, vocab_size=size, num_top=5)
+
+    async def use(pool: InferencePool) -> tuple[Turn, list[dict]]:
+        pool.keeps_top_logprobs = True
+        turn = await pool.generate(prompt, turns.of_turn(1, {}))
+        whole = {"max_tokens": 1, "prompt_logprobs": size, "temperature": 1.0}
+        body = {"token_ids": prompt + turn.ids, "sampling_params": whole}
+        async with pool.engines[0].session.post(f"{pool.engines[0].url}/inference/v1/generate", json=body) as response:
+            return turn, (await response.json())["prompt_logprobs"][len(prompt) :]
+
+    turn, whole = with_pool(engine, tokenizer, use)
+    assert turn.top_logprobs is not None
+    assert (turn.kept is None) == (not sampling.cuts)
+    for number, (top, entry) in enumerate(zip(turn.top_logprobs, whole, strict=True)):
+        raw = np.array([entry[str(token)]["logprob"] for token in range(size)]) / sampling.temperature
+        possible = np.isin(np.arange(size), turn.kept[number]) if turn.kept else np.full(size, True)
+        expected = np.where(possible, raw - np.log(np.exp(raw[possible]).sum()), -np.inf)
+        assert len(top) == (possible.sum() if turn.kept else 5)
+        assert [*top] == np.argsort(-expected, kind="stable")[: len(top)].tolist()
+        assert [*top.values()] == pytest.approx(expected[[*top]], abs=1e-4)
+
+
 def kept_by(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
     left = np.where(probabilities >= sampling.min_p * probabilities.max(), probabilities, 0.0)
     order = np.argsort(-left, kind="stable")

@@ -166,6 +166,7 @@ TEAMS: dict[str, dict[str, Any]] = {
     "copies of teams": {"cp": 2, "dp_replicate": 2, "ac": ActivationCheckpointing(mode="selective")},
 }
 TEAM_LOSSES = (Loss(kl_tau=0.1), Loss(**GSPO, normalize="sequence"), Loss(type="ppo", entropy_bonus=0.1))
+TEAM_LOSSES += (Loss(type="reinforce", score_centering=True),)
 
 
 def train_as(
@@ -179,7 +180,7 @@ def train_as(
     model = load_model(config.trainer.model, str(config.model.name), world)
     gradients = []
     for loss in TEAM_LOSSES:
-        samples = tiny.random_samples(BATCHES["lengths"])
+        samples = [tiny.with_likeliest(sample)[0] for sample in tiny.random_samples(BATCHES["lengths"])]
         metrics = tiny.backward(model, samples, world, capacity=BATCHES["capacity"], loss=loss)
         gradients.append((metrics, tiny.take_gradients(model)))
     empty = compute_columns(model, unsampled_row([0], [1]), world.device)  # fewer tokens than ranks

@@ -2,10 +2,12 @@
 
 import importlib.util
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.numpy import save_file
@@ -16,7 +18,7 @@ from trireme.algo.packing import Sample, micro_batches_of_rank
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.config.trainer import Checkpoints, Loss, Optimizer, TrainerModel
-from trireme.messages import BatchReply, MicroBatch, build_tokens
+from trireme.messages import BatchReply, MicroBatch, TopLogprobs, build_tokens
 from trireme.trainer.checkpoint.checkpoint import CheckpointStore
 from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.state import TrainerState
@@ -70,6 +72,18 @@ def one_row(samples: list[Sample]) -> MicroBatch:
 
 def num_loss_tokens(samples: list[Sample]) -> int:
     return sum(int(sample.tokens.loss_mask.sum()) for sample in samples)
+
+
+def with_likeliest(sample: Sample) -> tuple[Sample, list[dict[int, float]]]:
+    """Return the sample with up to three likely tokens at each sampled place; and these, with their logprobs."""
+    tops: list[dict[int, float]] = []
+    for place, (token, is_sampled) in enumerate(zip(sample.tokens.ids, sample.tokens.loss_mask, strict=True)):
+        count = 1 + place % 3 if is_sampled else 0
+        tops.append({(int(token) + 5 * n) % VOCABULARY: -1.0 - n - place for n in range(count)})
+    counts, ids = [len(top) for top in tops], [token for top in tops for token in top]
+    values = np.array([value for top in tops for value in top.values()], np.float32)
+    listed = TopLogprobs(np.array(counts, np.int32), np.array(ids, np.int32), values)
+    return replace(sample, tokens=msgspec.structs.replace(sample.tokens, top_logprobs=listed)), tops
 
 
 def num_loss_samples(samples: list[Sample]) -> int:

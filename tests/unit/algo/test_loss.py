@@ -39,13 +39,14 @@ class Batch:
     entropies: np.ndarray
     advantages: np.ndarray  # the same for all tokens of a sample
     samples: np.ndarray
+    restrained: np.ndarray | None = None  # [T] bool: chosen by their covariance
 
     @property
     def slices(self) -> list[list[int]]:
         return [np.flatnonzero(self.samples == number).tolist() for number in range(int(self.samples.max()) + 1)]
 
     def part(self, which: np.ndarray) -> "Batch":
-        return Batch(**{name: array[which] for name, array in vars(self).items()})
+        return Batch(**{name: None if array is None else array[which] for name, array in vars(self).items()})
 
     @property
     def totals(self) -> Totals:
@@ -61,8 +62,10 @@ def batch_of(lengths: Sequence[int] = LENGTHS, seed: int = 0, drift: float = 0.3
     pi = -2.5 * rng.random(count) - 0.1
     prox = pi + 0.5 * drift * rng.normal(size=count)
     mu, ref = prox + drift * rng.normal(size=count), pi + drift * rng.normal(size=count)
+    mu = np.minimum(mu, -0.01)  # a logarithm of a probability
     entropies, advantages = rng.random(count), np.repeat(rng.normal(size=len(lengths)), lengths)
-    return Batch(pi, mu, prox, ref, entropies, advantages, np.repeat(np.arange(len(lengths)), lengths))
+    restrained = np.arange(count) % 3 == 1
+    return Batch(pi, mu, prox, ref, entropies, advantages, np.repeat(np.arange(len(lengths)), lengths), restrained)
 
 
 def over_tokens(gain: Gain) -> Objective:
@@ -109,7 +112,70 @@ def tis(cap: float) -> Gain:
     return weighted(lambda b, t: min(math.exp(b.prox[t] - b.mu[t]), cap))
 
 
+def masked(keeps: Callable[[float, float, float], bool], cap: float) -> Gain:
+    """The ratio, fixed beyond `cap`, of tokens that `keeps(pi, mu, A)` lets through."""
+
+    def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+        now, before, a = math.exp(frozen[t]), math.exp(b.mu[t]), b.advantages[t]
+        return min(now / before, cap) * (1 + x[t] - frozen[t]) * a if keeps(now, before, a) else 0.0
+
+    return gain
+
+
+def keeps_tv(pi: float, mu: float, a: float) -> bool:
+    return not ((a > 0 and pi - mu > 0.2) or (a < 0 and mu - pi > 0.2))
+
+
+def keeps_kl(pi: float, mu: float, a: float) -> bool:
+    divergence = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+    return not (divergence > 0.05 and ((a > 0 and pi > mu) or (a < 0 and pi < mu)))
+
+
+def gmpo(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    """The paper's objective for one sample, whose value stands at each of its tokens."""
+    sign = math.copysign(1, b.advantages[t])
+    sample, product = b.slices[b.samples[t]], 1.0
+    for i in sample:
+        r = math.exp(x[i] - b.mu[i]) ** sign
+        product *= min(r, min(max(r, math.exp(-0.4)), math.exp(0.4))) ** sign
+    return product ** (1 / len(sample)) * abs(b.advantages[t]) * sign
+
+
+def sapo(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    tau = 1.0 if b.advantages[t] > 0 else 1.05
+    return 4 / tau / (1 + math.exp(-tau * (math.exp(x[t] - b.mu[t]) - 1))) * b.advantages[t]
+
+
+def vespo(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    weight, _ = sample_ratio(frozen, b.mu, b, t)
+    k, decay = (2, 3) if b.advantages[t] >= 0 else (3, 2)
+    return weight**k * math.exp(decay * (1 - weight)) * b.advantages[t] * x[t]
+
+
+def luspo(x: np.ndarray, frozen: np.ndarray, b: Batch) -> float:
+    """GSPO's clipped ratio of each sample, times its length."""
+    gains = []
+    for sample in b.slices:
+        ratio = math.exp(sum(x[i] - b.mu[i] for i in sample) / len(sample))
+        gains.append(len(sample) * clipped(ratio, b.advantages[sample[0]], 2e-3, 2.5e-3))
+    return float(np.mean(gains))
+
+
+def kl_cov(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+    drift = x[t] - b.mu[t]
+    return math.exp(drift) * b.advantages[t] - (abs(drift) if b.restrained[t] else 0.0)
+
+
 OBJECTIVES: dict[str, Objective] = {
+    "clip_cov": over_tokens(lambda x, fz, b, t: 0.0 if b.restrained[t] else ppo()(x, fz, b, t)),
+    "kl_cov": over_tokens(kl_cov),
+    "ipo": over_tokens(masked(lambda pi, mu, a: abs(pi - mu) <= 0.3, 1e4)),
+    "dppo_tv": over_tokens(masked(keeps_tv, 20)),
+    "dppo_kl": over_tokens(masked(keeps_kl, 20)),
+    "luspo": luspo,
+    "gmpo": over_samples(gmpo),
+    "sapo": over_samples(sapo),
+    "vespo": over_tokens(vespo),
     "importance": over_tokens(lambda x, fz, b, t: banded(math.exp(x[t] - b.mu[t]), 0.125, 8) * b.advantages[t]),
     "grpo": over_samples(ppo()),
     "ppo": over_tokens(ppo()),
@@ -129,7 +195,7 @@ NAMES = {"pi": "logprobs", "mu": "behaviour", "prox": "proximal", "ref": "refere
 
 
 def to_columns(b: Batch) -> Columns:
-    given = {NAMES.get(name, name): torch.tensor(array) for name, array in vars(b).items()}
+    given = {NAMES.get(name, name): torch.tensor(array) for name, array in vars(b).items() if array is not None}
     given["logprobs"].requires_grad_()
     given["entropies"].requires_grad_()
     given |= {"versions": torch.zeros(len(b.pi), dtype=torch.int64), "mask": torch.ones(len(b.pi), dtype=torch.bool)}
@@ -193,6 +259,79 @@ def test_a_dual_clip_bounds_what_a_bad_token_costs() -> None:
     b = behaving("ppo", batch_of(drift=1.0))
     with_it = check(recipe("ppo", dual_clip=1.5), over_tokens(gain), b)
     assert with_it["clip_frac/high"] > check(recipe("ppo"), OBJECTIVES["ppo"], b)["clip_frac/high"]
+
+
+def test_icepop_with_a_dual_clip_agrees_with_its_formula() -> None:
+    def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+        found, a = clipped(math.exp(x[t] - b.prox[t]), b.advantages[t]), b.advantages[t]
+        return banded(math.exp(b.prox[t] - b.mu[t]), 0.5, 5) * (max(found, 1.5 * a) if a < 0 else found)
+
+    sums = check(recipe("icepop", dual_clip=1.5), over_samples(gain), batch_of(drift=1.0))
+    assert sums["masked_frac"] > 0
+    assert sums["clip_frac/high"] > 0
+
+
+ACROSS = 1e-6  # on either side of a bound, in probability
+
+
+@pytest.mark.parametrize("side", [-ACROSS, ACROSS])
+@pytest.mark.parametrize(
+    ("name", "move", "advantage"),
+    [
+        *[("ipo", move, advantage) for move in (0.3, -0.3) for advantage in (1.0, -1.0)],
+        *[("dppo_tv", 0.2, 1.0), ("dppo_tv", -0.2, -1.0)],
+    ],
+)
+def test_a_token_is_dropped_just_beyond_the_bound_of_its_move(name, move, advantage, side) -> None:
+    pi, mu = np.log([0.5 + move + math.copysign(side, side * move)]), np.log([0.5])
+    b = Batch(pi, mu, mu, mu, 0 * mu, np.array([advantage]), samples=np.array([0]))
+    _, sums, gradient = solved(recipe(name), to_columns(b), b.totals)
+    is_beyond = abs(math.exp(pi[0]) - 0.5) > abs(move)
+    assert sums["masked_frac"] == is_beyond
+    assert gradient == pytest.approx([0.0 if is_beyond else -advantage * math.exp(pi[0] - mu[0])])
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize(("pi", "advantage"), [(0.95, -1.0), (0.05, 1.0), (0.95, 0.0), (0.05, 0.0)])
+def test_dppo_keeps_a_token_that_its_advantage_pulls_back(name: str, pi: float, advantage: float) -> None:
+    mu = np.log([0.5])
+    b = Batch(np.log([pi]), mu, mu, mu, 0 * mu, np.array([advantage]), samples=np.array([0]))
+    _, sums, gradient = solved(recipe(name), to_columns(b), b.totals)
+    assert sums["masked_frac"] == 0
+    assert gradient == pytest.approx([-advantage * pi / 0.5])
+
+
+@pytest.mark.parametrize("logprob", [0.0, -1e-8, -1e-6])
+def test_dppo_keeps_a_token_that_was_all_but_certain_before_and_still_is(logprob: float) -> None:
+    """In float32, where the probability of any other token rounds to 0 on one side only."""
+    pi, mu = np.array([logprob], np.float32), np.array([-1e-5], np.float32)
+    b = Batch(pi, mu, mu, mu, 0 * mu, np.ones(1, np.float32), samples=np.array([0]))
+    assert solved(recipe("dppo_kl"), to_columns(b), b.totals)[1]["masked_frac"] == 0
+
+
+def test_a_ratio_beyond_the_cap_weighs_as_much_as_the_cap() -> None:
+    mu = np.log([1e-4, 1e-4, 0.1])
+    b = Batch(np.log([0.1, 1e-3, 0.2]), mu, mu, mu, 0 * mu, np.array([1.0, -1.0, -1.0]), samples=np.array([0, 0, 0]))
+    _, _, gradient = solved(recipe("ipo", max_importance_ratio=20), to_columns(b), b.totals)
+    assert gradient == pytest.approx([-20 / 3, 10 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize("name", ["ipo", "dppo_tv", "dppo_kl"])
+def test_the_squared_log_ratio_pulls_masked_tokens_too(name: str) -> None:
+    def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, t: int) -> float:
+        keeps = {"ipo": lambda pi, mu, a: abs(pi - mu) <= 0.3, "dppo_tv": keeps_tv, "dppo_kl": keeps_kl}
+        return masked(keeps[name], math.inf)(x, frozen, b, t) - 0.3 * (x[t] - b.mu[t]) ** 2
+
+    b = behaving(name, batch_of(drift=1.5))
+    sums = check(recipe(name, kl_tau=0.3, max_importance_ratio=math.inf), over_tokens(gain), b)
+    assert 0 < sums["masked_frac"] < len(b.pi)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_adv_tau_is_a_factor_of_all_advantages(name: str) -> None:
+    b = behaving(name, batch_of())
+    found = solved(recipe(name, adv_tau=0.25), to_columns(b), b.totals)
+    assert found == solved(recipe(name), to_columns(replace(b, advantages=0.25 * b.advantages)), b.totals)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -301,6 +440,13 @@ def test_a_token_that_the_policy_rules_out_is_pulled_nowhere(kl_tau: float, adva
     value, _, gradient = solved(recipe("importance", ratio_low=0.0, kl_tau=kl_tau), to_columns(b), b.totals)
     assert gradient == pytest.approx([0.0, -math.e * (advantage - kl_tau) / 2])
     assert math.isfinite(value)
+
+
+def test_a_token_that_the_policy_rules_out_has_a_finite_penalty() -> None:
+    pi, mu = np.array([-math.inf]), np.array([-1.0])
+    b = Batch(pi, mu, mu, mu, 0 * mu, np.ones(1), samples=np.array([0]))
+    value, _, gradient = solved(recipe("ipo", kl_tau=0.1, eps=1), to_columns(b), b.totals)
+    assert (value, gradient) == (pytest.approx(0.1 * 400), [pytest.approx(-0.1 * 40)])
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if has_ratio(recipe(name))])

@@ -12,7 +12,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config import inference, trainer
 from trireme.config.files import read_run, write_run
-from trireme.config.losses import RECIPES, Loss, has_ratio, resolve_loss
+from trireme.config.losses import RECIPES, SURROGATE_KEYS, Loss, has_ratio, resolve_loss
 from trireme.config.model.folder import looks_local
 from trireme.config.orchestrator import sampling_notes
 from trireme.config.rules import check, launch_problems
@@ -135,6 +135,13 @@ LOSS = rows("trainer.loss", CPU,
     # a key that would change nothing
     ("--clip-high 0.3", "--type ppo --clip-high 0.3", 'loss.clip_high = ... surrogate = "clip"'),
     ("--type ppo --kl-tau 0.1", "", 'loss.kl_tau = ... surrogate = "importance"'),
+    ("--type ppo --eps 0.1", "--type ipo --eps 0.1", 'loss.eps = ... surrogate = "ipo"'),
+    ("--type ipo --mask-low 0.1", "--type dppo_kl --mask-low 0.1", 'loss.mask_low = ... surrogate = "dppo_tv"'),
+    ("--type ipo --score-centering --proximal recomputed", "--type ipo --score-centering", "policy that sampled"),
+    ("--correction token_mask --score-centering", "--score-centering", 'correction = "token_mask"'),
+    ("--type gspo --score-centering", "--type reinforce --score-centering", "loss.score_centering"),
+    ("--score-centering-top-k 5", "+ --score-centering", "loss.score_centering_top_k = ... score_centering = true"),
+    ("--type gspo --k-pos 1", "--type vespo --k-pos 1", 'loss.k_pos = ... surrogate = "gamma_weight"'),
     ("--type ppo --correction-high 3", "", "loss.correction_high = ... correction = "),
     ("--type ppo --normalize-length 3", "", 'loss.normalize_length = ... normalize = "constant"'),
     ("--kl-estimator k1", "+ --beta 0.1", "loss.kl_estimator = ... beta = 0.01"),
@@ -331,6 +338,8 @@ def test_a_recipe_that_was_written_out_is_the_same_recipe(name, tmp_path):
         # the constant of Dr. GRPO is what may be sampled
         ("--type dr_grpo", {"normalize_length": 2048}),
         ("--type dr_grpo --normalize-length 9", {"normalize_length": 9}),
+        ("--type luspo", {"normalize": "constant", "normalize_length": 1, "clip_low": 2e-3}),
+        ("--type ipo --surrogate dppo_kl", {"eps": None, "mask_low": 0.05, "max_importance_ratio": 20.0}),
     ],
 )
 def test_overridden_loss_option_sets_the_defaults_of_its_own_keys(flags, expected):
@@ -349,10 +358,13 @@ def test_the_documentation_has_every_recipe_with_its_values_and_every_key():
         row = rows[f"`{name}`"].replace("own", "recomputed").replace("| mu |", "| behaviour |")
         assert f"| {recipe.normalize} |" in row
         assert not has_ratio(recipe) or f"| {recipe.proximal} |" in row
-    documented = {"clip_low": ("dapo", "gspo", "cispo"), "clip_high": ("dapo", "gspo", "cispo")}
-    documented |= {"correction_high": ("tis", "icepop", "decoupled")}
-    for key, names in documented.items():
-        for name in names:
-            value = f"{getattr(recipes[name], key):g}".replace("0.0003", "3e-4").replace("0.0004", "4e-4")
-            assert f"`{key}` {value}" in rows[f"`{name}`"]
+    documented = {"clip_low": ("dapo", "gspo", "luspo", "gmpo", "cispo")}
+    documented |= {"clip_high": documented["clip_low"], "correction_high": ("tis", "icepop", "decoupled")}
+    own = ("importance", "ipo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+    new = {name: SURROGATE_KEYS[name] for name in own}
+    new |= {"sapo": SURROGATE_KEYS["soft_gate"], "vespo": SURROGATE_KEYS["gamma_weight"]}
+    pairs = [(name, key) for key, names in documented.items() for name in names]
+    for name, key in [*pairs, *((name, key) for name, keys in new.items() for key in keys)]:
+        shown = rows[f"`{name}`"].partition(f"`{key}` ")[2].split(",")[0].split(" |")[0]
+        assert (float(shown) if shown != "false" else False) == getattr(recipes[name], key), (name, key)
     assert [key for key in Loss.model_fields if f"`{key}" not in page and f"{key} =" not in page] == []

@@ -28,6 +28,7 @@ from trireme.orchestrator.engines.responses import (
     kept_of,
     read_answer,
     read_choice,
+    top_logprobs_of,
 )
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.orchestrator.rollout.sampling import (
@@ -81,6 +82,24 @@ def test_what_cannot_be_all_that_was_kept_is_not_believed(entries, more, words):
         kept_of(choice(entries, **more), vocab_size=VOCABULARY)
 
 
+def test_the_likeliest_tokens_come_with_their_logprobs():
+    given = choice([entry(4, {4: 0.1, 9: 0.5, 2: 0.25, 7: 0.15}), entry(3, {3: 1.0, 4: 0})])
+    found = top_logprobs_of(given, 3, vocab_size=VOCABULARY)
+    assert found == [
+        {9: pytest.approx(math.log(0.5)), 2: pytest.approx(math.log(0.25)), 7: pytest.approx(math.log(0.15))},
+        {3: 0.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "words"),
+    [({}, "0 likeliest tokens"), ({4: 0.9, 2: 0.4}, "of probability 1.300"), ({VOCABULARY: 0.5}, "token 10")],
+)
+def test_what_cannot_be_the_likeliest_tokens_is_not_believed(candidates, words):
+    with pytest.raises(BadAnswer, match=words):
+        top_logprobs_of(choice([entry(4, candidates)]), 3, vocab_size=VOCABULARY)
+
+
 @pytest.mark.parametrize("data", [b"\xff", b'{"choices": []}', b'{"choices": [{"message": null}]}'])
 def test_what_is_no_message_is_bad(data):
     with pytest.raises(BadAnswer, match="The engine"):
@@ -120,6 +139,14 @@ def test_sampling_that_the_trainer_cannot_compute_is_reported(sampling, theirs, 
     turns.of_turn(1, theirs)
     turns.of_turn(2, {})
     assert turns.distorted == names
+
+
+def test_a_loss_that_centers_scores_asks_for_the_likeliest_tokens():
+    assert of_turn(Sampling(), num_top=20)["logprobs"] == 20
+    assert of_turn(Sampling(), num_top=20, vocab_size=7)["logprobs"] == 7
+    assert of_turn(Sampling(top_k=5), num_top=20) == of_turn(Sampling(top_k=5))  # all that was kept
+    assert "logprobs" not in of_turn(Sampling(), num_top=20, trained=False)
+    assert of_turn(Sampling(temperature=0.0, top_k=5), num_top=20)["logprobs"] == 20
 
 
 TEMPLATE = frozenset({"messages", "enable_thinking", "tools"})

@@ -236,6 +236,27 @@ def test_turn_without_an_answer_leaves_no_sample(tmp_path):
     assert "add" in talk.tokenizer.decode(question.ids)
 
 
+def test_the_likeliest_tokens_lie_on_the_tokens_of_their_turns(tmp_path):
+    talk, conversation = Talk(tmp_path), [ASK]
+    for tops in ([{3: -0.5, 1: -1.0}, {2: -0.25}], None, [{7: -0.125}]):
+        question = talk.ask(conversation, None)
+        ids = talk.tokenizer.encode("4" if tops is None or len(tops) == 1 else "4<|im_end|>")
+        said = turn(ids, "4")
+        said.top_logprobs = tops
+        talk.record(question, said)
+        conversation = [*conversation, says("4"), MORE]
+
+    (sample,) = talk.samples()
+    assert sample.top_logprobs is not None
+    sampled = np.flatnonzero(sample.loss_mask)
+    expected = dict(zip(sampled.tolist(), [2, 1, 0, 1], strict=True))
+    assert sample.top_logprobs.counts.tolist() == [expected.get(place, 0) for place in range(sample.length)]
+    assert sample.top_logprobs.ids.tolist() == [3, 1, 2, 7]
+    assert sample.top_logprobs.logprobs.tolist() == [-0.5, -1.0, -0.25, -0.125]
+    talk.take_back(2)
+    assert talk.samples()[0].top_logprobs.ids.tolist() == [3, 1, 2]
+
+
 def test_turn_rewards_lie_on_the_tokens_of_their_turns(tmp_path):
     talk = Talk(tmp_path / "branching", "branching")
     first = talk.answer([ASK], [10, 11, END])

@@ -343,7 +343,7 @@ def test_after_a_missing_batch_the_others_are_still_audited(written, tmp_path, g
 
 LEFT_TO_OTHERS = {
     *("rules", "ids", "logprobs", "prompt", "completion", "answer", "stop", "reason", "engines", "time"),
-    *("difference", "kept", "routed", "example_id"),
+    *("difference", "kept", "routed", "top_logprobs", "restrained", "example_id"),
 }
 """What nothing else on disk repeats (a replay of the run sees ids, logprobs and routes), or what decides nothing."""
 INSTEAD_OF_NONE = {"masked": "truncated", "stage_reward": 0.5, "num_sampled": 1_000_000, "num_tokens": 1_000_000}

@@ -276,3 +276,26 @@ def test_the_rate_is_set_from_the_step_alone():
     rates = [set_lr(optimizer, optim, scheduler, step=step, max_steps=6) for step in [4, 0, 6]]
     assert rates == pytest.approx([1.5e-3, 1e-3, 1e-3])
     assert {group["lr"] for group in optimizer.param_groups} == {rates[-1]}
+
+
+def test_logprobs_of_the_likeliest_tokens_stand_at_their_places(tiny_model, world):
+    (one, tops), (two, more) = (tiny.with_likeliest(*tiny.random_samples([15], seed=seed)) for seed in (0, 1))
+    (unknown,) = tiny.random_samples([10], seed=5)
+    row = tiny.one_row([one, unknown, two])
+    columns = compute_columns(tiny.open_state(tiny_model, world).model, row, world.device)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    expected: list[tuple[float, float, float]] = []  # each token's own logprob, and both policies' of a likely one
+    for sample, listed in ((one, tops), (two, more), (unknown, [{}] * 10)):
+        ids = torch.tensor(sample.tokens.ids.astype("int64"))
+        with torch.no_grad():
+            logprobs = torch.log_softmax(plain(ids[None]).logits[0].double() / sample.temperature, -1)
+        for place in np.flatnonzero(sample.tokens.loss_mask):
+            own = logprobs[place - 1]
+            expected += [(float(own[ids[place]]), float(own[token]), mu) for token, mu in listed[place].items()]
+    assert columns.top_behaviour.shape == columns.top_logprobs.shape == (3, len(columns.logprobs))
+    known = -torch.inf < columns.top_behaviour.T
+    found = [columns.logprobs[:, None].expand(-1, 3), columns.top_logprobs.T, columns.top_behaviour.T]
+    values = torch.stack([each[known] for each in found], dim=1).tolist()
+    assert np.array(sorted(values)) == pytest.approx(np.array(sorted(expected)), abs=1e-5)
+    with torch.no_grad():
+        assert compute_columns(tiny.open_state(tiny_model, world).model, row, world.device).top_logprobs is None

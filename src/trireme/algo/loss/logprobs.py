@@ -74,6 +74,26 @@ def token_logprobs(
     return logprobs, entropies if entropy_gradient else entropies.detach()
 
 
+def logprobs_of(
+    ids_WK: torch.Tensor,
+    logits_KV: torch.Tensor,
+    targets_K: torch.Tensor,
+    temperature_K: torch.Tensor,
+    logprobs_K: torch.Tensor,
+) -> torch.Tensor:
+    """Return [W, K] logprobs of other tokens at the same places, with gradient.
+
+    Args:
+        ids_WK: the tokens. Those that a cut sampler could not choose get a logprob that means nothing.
+        logprobs_K: of the targets, from `token_logprobs`: they hold the normaliser, so it is not computed again.
+    """
+    scale = torch.where(temperature_K > 0, temperature_K, torch.ones_like(temperature_K))
+    rows = torch.arange(len(targets_K), device=targets_K.device)
+    dtype = torch.promote_types(logits_KV.dtype, scale.dtype)
+    chosen, target = (logits_KV[rows, ids].to(dtype) for ids in (ids_WK, targets_K))
+    return logprobs_K + (chosen - target) / scale
+
+
 class _AmongAll(torch.autograd.Function):
     """Logprobs and entropies over the whole vocabulary.
 

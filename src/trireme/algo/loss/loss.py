@@ -28,13 +28,12 @@ from dataclasses import replace
 
 import torch
 
-from trireme.algo.columns import Columns, CustomLoss, LossTerms, TokenLoss, Totals
+from trireme.algo.columns import MOST_LOG_RATIO, Columns, CustomLoss, LossTerms, TokenLoss, Totals
+from trireme.algo.loss.centering import centering
 from trireme.algo.loss.corrections import corrected
 from trireme.algo.loss.divergence import kl_estimate, reference_difference, reference_penalty
 from trireme.algo.loss.surrogates import SURROGATES
-from trireme.config.losses import Loss
-
-_MOST_LOG_RATIO = 20.0
+from trireme.config.losses import Loss, centers_scores
 
 
 def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLoss | None = None) -> LossTerms:
@@ -45,6 +44,7 @@ def policy_loss(columns: Columns, totals: Totals, recipe: Loss, custom: CustomLo
         custom: the function of the surrogate `custom`.
     """
     assert recipe.surrogate is not None, f"not resolved: {recipe}"
+    columns = replace(columns, advantages=recipe.adv_tau * columns.advantages)
 
     own = custom(columns) if custom else None
     # A custom loss has a gradient of its own, so its slope is 0 here and `_differentiable` adds it as it is.
@@ -84,6 +84,8 @@ def _differentiable(token: TokenLoss, own: torch.Tensor | None, columns: Columns
         per_token = per_token + torch.where(columns.mask, own, 0.0)
     if recipe.entropy_bonus:
         per_token = per_token - recipe.entropy_bonus * torch.where(columns.mask, columns.entropies, 0.0)
+    if centers_scores(recipe):
+        per_token = per_token + centering(columns, recipe)
     return per_token
 
 
@@ -111,9 +113,11 @@ def _sums(token: TokenLoss, columns: Columns) -> dict[str, torch.Tensor]:
     }
 
     # For `effective_share`: bounded and in float64, as the squares of large ratios would overflow.
-    weight = torch.where(columns.mask, log_ratio.double().clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO).exp(), 0.0)
+    weight = torch.where(columns.mask, log_ratio.double().clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp(), 0.0)
     sums |= {"weights": weight.sum(), "squared_weights": weight.square().sum()}
 
+    if columns.top_behaviour is not None:
+        sums["top_mass"] = torch.where(columns.mask, columns.top_behaviour.exp().sum(0), 0.0).sum()
     if columns.reference is not None:
         sums["reference_kl"] = kl_estimate(-reference_difference(columns)).sum()
     return sums

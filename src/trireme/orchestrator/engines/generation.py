@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trireme.journal.model_turn import Turn
 from trireme.orchestrator.engines.expert_routes import ExpertShape, routes_of
-from trireme.orchestrator.engines.responses import Choice, kept_of
+from trireme.orchestrator.engines.responses import Choice, kept_of, top_logprobs_of
 
 
 class Unconfirmed(Exception):
@@ -25,6 +25,7 @@ def read_turn(
     newest: int,
     vocab_size: int | None = None,
     is_cut: bool = False,
+    num_top: int = 0,
     experts: ExpertShape | None = None,
     num_computed: int = 0,
 ) -> Turn:
@@ -33,6 +34,7 @@ def read_turn(
     Args:
         newest: version that the engine has confirmed.
         is_cut: the sampler was cut, and the engine has to report what each token was chosen from.
+        num_top: likeliest tokens of each place whose logprobs are kept; with 0, none are.
         experts: of the model; None if the engine does not have to report which of them it used.
         num_computed: tokens of the prompt for which it has to.
 
@@ -58,6 +60,7 @@ def read_turn(
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         kept=kept_of(choice, vocab_size=vocab_size) if is_cut else None,
+        top_logprobs=top_logprobs_of(choice, num_top, vocab_size=vocab_size) if num_top else None,
         routes=routes,
         routes_shape=() if routes is None else routes.shape,
     )

@@ -28,6 +28,7 @@ from trireme.algo.pictures import collapse
 from trireme.base.errors import DeadlineExceeded, EngineRefused, PeerDied, message_of
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
+from trireme.config.orchestrator import is_cut
 from trireme.journal.model_turn import Turn
 from trireme.messages import Picture
 from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session, words_of
@@ -76,6 +77,7 @@ class InferencePool:
     vocab_size: int | None = None  # size of the model's vocabulary: an answer with a token beyond it is rejected
     adapter: str | None = None  # the policy's name in engines that hold it as adapters on the base model
     experts: ExpertShape | None = None  # sizes of the model, if engines report which experts they use (router replay)
+    keeps_top_logprobs: bool = False  # turns have the logprobs of the likeliest tokens, for the loss
     shares_prefixes: bool = True  # engines may reuse a prompt's beginning from an earlier request
     # called when the state of an engine, or whether it has (few) requests, changes
     watch: Callable[[Engine], None] = lambda engine: None
@@ -152,7 +154,8 @@ class InferencePool:
                 choice,
                 newest=engine.version or 0,
                 vocab_size=self.vocab_size,
-                is_cut=params["logprobs"] > 0,
+                is_cut=params["logprobs"] > 0 and is_cut(params),
+                num_top=params["logprobs"] if self.keeps_top_logprobs else 0,
                 experts=None if routes_from is None else self.experts,
                 num_computed=len(ids) - (routes_from or 0),
             )

@@ -240,6 +240,27 @@ def _candidates(entry: TokenLogprob) -> list[int]:
     return [candidate.token_id for candidate in possible]
 
 
+def top_logprobs_of(choice: Choice, num_top: int, *, vocab_size: int | None = None) -> list[dict[int, float]]:
+    """Return [C] the likeliest tokens that each one was chosen from, at most `num_top`, with their logprobs.
+
+    Raises: BadAnswer.
+    """
+    found = []
+    for entry in choice.logprobs.content:
+        # vLLM puts the sampled token among them if it is none of them.
+        likeliest = sorted(entry.top_logprobs, key=lambda each: (-each.logprob, each.token_id))[:num_top]
+        top = {each.token_id: min(each.logprob, 0.0) for each in likeliest if each.logprob > LEFT_OUT}
+        _check_ids(list(top), vocab_size)
+        mass = sum(map(math.exp, top.values()))
+        if not 0 < mass < 1 + MASS_TOLERANCE:
+            raise BadAnswer(
+                f"The engine gave {len(top)} likeliest tokens of probability {mass:.3f} in all - above 0 and at most 1 "
+                f"was expected, of up to {num_top}."
+            )
+        found.append(top)
+    return found
+
+
 def check_prompt(response: Response, ids: list[int]) -> None:
     """Check that the engine read a prompt with pictures as these tokens. Raises: BadAnswer."""
     read = response.prompt_token_ids or []

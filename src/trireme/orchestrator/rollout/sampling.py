@@ -20,6 +20,7 @@ from trireme.config.orchestrator import (
     OTHER_NAMES,
     Sampling,
     distorting,
+    is_cut,
     slots_for,
     template_kwargs_of,
 )
@@ -56,6 +57,7 @@ class TurnSampling:
     attempt: int
     trained: bool
     vocab_size: int
+    num_top: int = 0  # likeliest tokens whose logprobs the loss needs, from a sampler that is not cut
     distorted: set[str] = field(default_factory=set)  # arguments of the environment that make importance ratios wrong
 
     def __post_init__(self) -> None:
@@ -73,17 +75,16 @@ class TurnSampling:
             arguments["seed"] = seed_of(seed, self.key, self.attempt, number)
 
         if self.trained:
-            # whether the sampler chooses among a part of the vocabulary only; at temperature 0 it does not choose
             top_k = arguments.get("top_k", 0)
-            cuts = arguments.get("top_p", 1.0) < 1 or arguments.get("min_p", 0.0) > 0 or top_k > 0
-            is_cut = cuts and arguments["temperature"] > 0
             # `sampling_notes` warns of the run's own arguments at its start
-            self.distorted |= {*distorting(arguments, cut=is_cut)} - self.own.keys()
-            if is_cut:
+            self.distorted |= {*distorting(arguments, cut=is_cut(arguments))} - self.own.keys()
+            if is_cut(arguments):
                 # the trainer has to know which tokens were kept, and engines tell that by the likeliest tokens'
                 # logprobs: so a limit on how many are kept, and enough logprobs to show them
                 top_k = min(top_k, self.sampling.most_kept) if top_k > 0 else MOST_KEPT
                 arguments |= {"top_k": top_k, "logprobs": min(slots_for(top_k), self.vocab_size)}
+            elif self.num_top:
+                arguments["logprobs"] = min(self.num_top, self.vocab_size)
 
         return arguments
 

@@ -28,7 +28,7 @@ from trireme.journal.message_text import pictures_in
 from trireme.journal.model_turn import Message, Turn, is_like, is_same
 from trireme.journal.records import AgentRun, Branch
 from trireme.journal.turns import PromptDigests
-from trireme.messages import Kept, Picture, Tokens, build_tokens
+from trireme.messages import Kept, Picture, Tokens, TopLogprobs, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.continuation import Continuation, Rewritten
@@ -50,6 +50,7 @@ class _Sample:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept: list[Sequence[int]] = field(default_factory=list)  # tokens that each was chosen from; empty: all
+    top: list[dict[int, float]] = field(default_factory=list)  # likeliest tokens at each place, if the loss needs them
     routes: list[np.ndarray] = field(default_factory=list)  # expert routes per turn: [N, layers, experts]
     pictures: list[Picture] = field(default_factory=list)  # in the order of their places
     last: _Place | None = None
@@ -65,6 +66,7 @@ class _Sample:
         self.logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
         self.kept += [()] * len(ids)
+        self.top += [{}] * len(ids)
 
     def add_sampled(self, turn: Turn) -> None:
         self.ids += turn.ids
@@ -72,6 +74,7 @@ class _Sample:
         self.logprobs += turn.logprobs
         self.versions += turn.versions
         self.kept += turn.kept or [()] * len(turn.ids)
+        self.top += turn.top_logprobs or [{}] * len(turn.ids)
 
     def to_tokens(self) -> Tokens:
         """Build the columns. Advantages are 0 until the group is known."""
@@ -88,7 +91,14 @@ class _Sample:
             kept=kept,
             routed=to_routed(self.routes, self.length),
             pictures=self.pictures,
+            top_logprobs=_flat(self.top) if any(self.top) else None,
         )
+
+
+def _flat(top: list[dict[int, float]]) -> TopLogprobs:
+    counts = np.array([len(each) for each in top], dtype=np.int32)
+    ids = np.array([token for each in top for token in each], dtype=np.int32)
+    return TopLogprobs(counts, ids, np.array([value for each in top for value in each.values()], dtype=np.float32))
 
 
 @dataclass(frozen=True)
@@ -317,7 +327,7 @@ class Trajectory:
         end = 0  # number of tokens that stay
         for earlier in (each for each in self._turns.values() if each.sample is sample):
             sample.last, end = earlier, earlier.end
-        for column in (sample.ids, sample.mask, sample.logprobs, sample.versions, sample.kept):
+        for column in (sample.ids, sample.mask, sample.logprobs, sample.versions, sample.kept, sample.top):
             del column[end:]
         sample.routes = sample.routes[:-1]
         sample.pictures = [picture for picture in sample.pictures if picture.place < end]

@@ -124,7 +124,10 @@ def _compare_samples(step: int, where: str, a: Tokens, b: Tokens, decode: Decode
         return Difference("tokens", step, where, f"{a.length} tokens", f"{b.length} tokens", note)
     # tokens and probabilities are the same: the sampler may still have been cut differently
     if first is None:
-        kept = [{"choices of the sampler": each.kept, "routes": each.routed} for each in (a, b)]
+        kept = [
+            {"choices of the sampler": each.kept, "routes": each.routed, "likeliest tokens": each.top_logprobs}
+            for each in (a, b)
+        ]
         return next(compare_tables("kept", step, f"{where}, ", *kept, unit="kinds"), None)
     # at the first token that differs, in order of cause: weights, then the token, then its probability
     where = f"{where}, token {first} of {a.length}"

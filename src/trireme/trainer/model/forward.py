@@ -23,7 +23,7 @@ from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.config.trainer import TrainerModel
-from trireme.messages import Kept, MicroBatch
+from trireme.messages import Kept, MicroBatch, TopLogprobs
 from trireme.trainer.model.head import Head, HeadOutput, NoHead, Targets, run_gathered, score_in_chunks
 from trireme.trainer.model.moe import mixtures_of, routes_argument
 from trireme.trainer.model.packing.attention import (
@@ -66,6 +66,9 @@ def compute_columns(
     return Columns(
         logprobs=found.logprobs,
         entropies=found.entropies,
+        top_logprobs=found.top,
+        top_behaviour=None if found.top is None else top_at(tokens.top_logprobs, places, device)[1],
+        restrained=None if tokens.restrained is None else column(tokens.restrained, torch.bool),
         behaviour=behaviour,
         proximal=behaviour,
         advantages=column(tokens.advantages, torch.float32),
@@ -104,7 +107,8 @@ class Scorer:
     def score(
         self, row: MicroBatch, places: np.ndarray, device: torch.device, *, entropy_gradient: bool = False
     ) -> HeadOutput:
-        """Return logprobs and entropies of the tokens at these places, at their sampling temperatures.
+        """Return logprobs and entropies of the tokens at these places, at their sampling temperatures; with a gradient,
+        also the logprobs of the likeliest tokens there if they are known.
 
         A collective. Each rank of a team runs its part of the row and gets all results.
 
@@ -116,7 +120,10 @@ class Scorer:
         # Each rank of a team runs the head on the tokens that it holds only.
         part = self.team.part_of(row.tokens.length)
         is_ours = before // part.size == self.team.rank
+        # Without a gradient, nobody asks for the logprobs of the likeliest tokens.
         targets = targets_at(row, places[is_ours], device)
+        if row.tokens.top_logprobs is not None and torch.is_grad_enabled():
+            targets = targets._replace(top=top_at(row.tokens.top_logprobs, places, device)[0][:, is_ours])
         if self.is_packed:
             with row_given():
                 found = self._run(*self._packed_inputs(row, before, device), targets, entropy_gradient)
@@ -129,8 +136,10 @@ class Scorer:
         if not torch.is_grad_enabled():
             reshard(self.model)
 
-        logprobs, entropies = self.team.gather(torch.stack(found), self.team.counts(part, before))
-        return HeadOutput(logprobs, entropies if entropy_gradient else entropies.detach())
+        columns = torch.cat([torch.stack(found[:2]), *found[2:]]) if found.top is not None else torch.stack(found[:2])
+        gathered = self.team.gather(columns, self.team.counts(part, before))
+        entropies = gathered[1] if entropy_gradient else gathered[1].detach()
+        return HeadOutput(gathered[0], entropies, None if found.top is None else gathered[2:])
 
     def _inputs(self, row: MicroBatch, device: torch.device) -> dict[str, Any]:
         """Return the model's inputs for a row whose samples transformers keeps apart.
@@ -204,12 +213,34 @@ def choices_at(kept: Kept | None, places: np.ndarray, device: torch.device) -> C
     if len(cut) == 0:
         return None
 
-    # Choices of all tokens lie one behind the other: pick those of the cut places.
-    counts = kept.counts[places[cut]].astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(kept.counts)])[places[cut]]
+    counts, _, where = _entries(kept.counts, places[cut])
+    found = (cut, counts, kept.ids[where])
+    return Choices(*(torch.as_tensor(each, dtype=torch.int64, device=device) for each in found))
+
+
+def top_at(top: TopLogprobs | None, places: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [W, K] the likeliest tokens at these places and their logprobs, W the most there are at any place.
+
+    Gaps are token 0 with a logprob of -inf.
+    """
+    assert top is not None, "the row has no likeliest tokens"
+    counts, within, where = _entries(top.counts, places)
+    column = np.repeat(np.arange(len(places)), counts)
+    ids = np.zeros((max(1, counts.max(initial=0)), len(places)), np.int64)
+    logprobs = np.full(ids.shape, -np.inf, np.float32)
+    ids[within, column], logprobs[within, column] = top.ids[where], top.logprobs[where]
+    return torch.from_numpy(ids).to(device), torch.from_numpy(logprobs).to(device)
+
+
+def _entries(counts_T: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Find the entries of some tokens in lists of all tokens that lie one behind the other.
+
+    Returns: [K] how many each has; and of each entry its number within its list, and its index among all.
+    """
+    counts = counts_T[places].astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(counts_T)])[places]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    ids = kept.ids[np.repeat(starts, counts) + within]
-    return Choices(*(torch.as_tensor(each, dtype=torch.int64, device=device) for each in (cut, counts, ids)))
+    return counts, within, np.repeat(starts, counts) + within
 
 
 def attach_scorer(model: PreTrainedModel, config: TrainerModel, world: World) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from trireme.algo.loss.logprobs import Choices, token_logprobs
+from trireme.algo.loss.logprobs import Choices, logprobs_of, token_logprobs
 
 Result = TypeVar("Result")
 
@@ -30,6 +30,7 @@ class HeadOutput(NamedTuple):
 
     logprobs: torch.Tensor  # [K] float32
     entropies: torch.Tensor  # [K] float32, nats
+    top: torch.Tensor | None = None  # [W, K] float32, logprobs of `Targets.top`
 
 
 class Targets(NamedTuple):
@@ -38,10 +39,12 @@ class Targets(NamedTuple):
     ids: torch.Tensor  # [K] int64
     temperatures: torch.Tensor  # [K] float32
     choices: Choices | None  # tokens that could be sampled, if sampling was cut
+    top: torch.Tensor | None = None  # [W, K] int64: other tokens whose logprobs are wanted; any token fills gaps
 
     def within(self, first: int, last: int) -> Targets:
         choices = self.choices.within(first, last) if self.choices else None
-        return Targets(self.ids[first:last], self.temperatures[first:last], choices)
+        top = None if self.top is None else self.top[:, first:last]
+        return Targets(self.ids[first:last], self.temperatures[first:last], choices, top)
 
 
 class Head:
@@ -74,10 +77,11 @@ def score_in_chunks(
 ) -> HeadOutput:
     """Compute logprobs and entropies, with the logits of `chunk` tokens at once."""
 
-    def score(first: int, hidden_kH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, temperatures, choices = targets.within(first, first + len(hidden_kH))
+    def score(first: int, hidden_kH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ids, temperatures, choices, top = targets.within(first, first + len(hidden_kH))
         logits = head.logits(hidden_kH)
-        return token_logprobs(logits, ids, temperatures, choices=choices, entropy_gradient=entropy_gradient)
+        found = token_logprobs(logits, ids, temperatures, choices=choices, entropy_gradient=entropy_gradient)
+        return found if top is None else (*found, logprobs_of(top, logits, ids, temperatures, found[0]))
 
     options = (head, score, chunk, entropy_gradient)
     return HeadOutput(*_InChunks.apply(*options, hidden_KH, *head.parameters()))
@@ -94,21 +98,21 @@ class _InChunks(torch.autograd.Function):
     def forward(
         ctx: Any,
         head: Head,
-        score: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        score: Callable[[int, torch.Tensor], tuple[torch.Tensor, ...]],
         chunk: int,
         entropy_gradient: bool,
         hidden_KH: torch.Tensor,
         *_: nn.Parameter,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         # Only the hidden states are kept. The logits of all chunks together would be the largest tensor of a step.
         ctx.head, ctx.score, ctx.chunk = head, score, chunk
         ctx.save_for_backward(hidden_KH)
         parts = [score(first, hidden_KH[first : first + chunk]) for first in _starts(hidden_KH, chunk)]
 
-        logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
+        outputs = tuple(torch.cat(each, dim=-1) for each in zip(*parts, strict=True))  # logprobs, entropies, and top
         if not entropy_gradient:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            ctx.mark_non_differentiable(outputs[1])
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -122,16 +126,17 @@ class _InChunks(torch.autograd.Function):
             for first in starts:
                 chunk = slice(first, first + ctx.chunk)
                 hidden_kH = hidden_KH[chunk].detach().requires_grad_()
-                outputs = [each for each in ctx.score(first, hidden_kH) if each.requires_grad]
-                upstream = [each[chunk] for each in upstream_K][: len(outputs)]
+                pairs = zip(ctx.score(first, hidden_kH), upstream_K, strict=True)
+                trained = [(each, gradient[..., chunk]) for each, gradient in pairs if each.requires_grad]
+                outputs, upstream = zip(*trained, strict=True)
                 inputs = (hidden_kH, *parameters)
                 of_hidden[chunk], *found = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
-                pairs = zip(sums, found, strict=True)
-                sums = [_added(total, gradient, is_only=len(starts) == 1) for total, gradient in pairs]
+                added = zip(sums, found, strict=True)
+                sums = [_added(total, gradient, is_only=len(starts) == 1) for total, gradient in added]
 
         # Rounded to the parameters' precision once, after all chunks are added up.
-        pairs = zip(sums, parameters, strict=True)
-        of_parameters = [None if total is None else total.to(parameter.dtype) for total, parameter in pairs]
+        summed = zip(sums, parameters, strict=True)
+        of_parameters = [None if total is None else total.to(parameter.dtype) for total, parameter in summed]
         return None, None, None, None, of_hidden, *of_parameters
 
 

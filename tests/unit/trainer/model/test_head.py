@@ -56,7 +56,8 @@ def random_targets(count: int = K, *, cut: bool = False) -> Targets:
     ids = torch.randint(0, V, (count,), generator=generator)
     temperatures = torch.rand(count, generator=generator) + 0.5
     temperatures[3] = 0.0
-    return Targets(ids, temperatures, random_choices(ids.tolist()) if cut else None)
+    top = torch.stack([ids, *torch.randint(0, V, (3, count), generator=generator)])
+    return Targets(ids, temperatures, random_choices(ids.tolist()) if cut else None, top)
 
 
 def random_choices(ids: list[int]) -> Choices:
@@ -79,12 +80,17 @@ def plain(model: transformers.PreTrainedModel, targets: Targets) -> HeadOutput:
         allowed[choices.positions.repeat_interleave(choices.counts), choices.ids] = True
         logits = logits.masked_fill(~allowed, -1e30)
     normalised = torch.log_softmax(logits, -1)
-    return HeadOutput(normalised.gather(-1, targets.ids[:, None]).squeeze(-1), -(normalised.exp() * normalised).sum(-1))
+    # What a cut sampler could not choose has no logprob that means anything.
+    top = torch.where(normalised.T.gather(0, targets.top) < -1e20, 0.0, normalised.T.gather(0, targets.top))
+    return HeadOutput(
+        normalised.gather(-1, targets.ids[:, None]).squeeze(-1), -(normalised.exp() * normalised).sum(-1), top
+    )
 
 
-def gradients_of(model, output: HeadOutput, *, of_entropies: bool) -> dict[str, torch.Tensor]:
+def gradients_of(model, output: HeadOutput, is_possible, *, of_entropies: bool) -> dict[str, torch.Tensor]:
     weights = torch.linspace(-1, 1, K, dtype=torch.float64)
     loss = output.logprobs @ weights + output.logprobs.square().sum() / 9
+    loss = loss + (torch.where(is_possible, output.top, 0.0).square() @ weights.flip(0)).sum()
     (loss + output.entropies.square() @ weights.flip(0) if of_entropies else loss).backward()
     return take_gradients(model)
 
@@ -99,9 +105,11 @@ def test_values_and_gradients_are_those_of_the_plain_form(kind, chunk, cut, of_e
     found = score_in_chunks(Head(model), hidden_of(model), targets, chunk=chunk, entropy_gradient=of_entropies)
     torch.testing.assert_close(found.logprobs, expected.logprobs)
     torch.testing.assert_close(found.entropies, expected.entropies)
+    is_possible = expected.top != 0
+    torch.testing.assert_close(found.top[is_possible], expected.top[is_possible])
     assert found.entropies.requires_grad == of_entropies
-    ours = gradients_of(model, found, of_entropies=of_entropies)
-    theirs = gradients_of(model, expected, of_entropies=of_entropies)
+    ours = gradients_of(model, found, is_possible, of_entropies=of_entropies)
+    theirs = gradients_of(model, expected, is_possible, of_entropies=of_entropies)
     assert largest_difference(ours, theirs) < 1e-9
 
 
