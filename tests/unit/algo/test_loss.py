@@ -312,7 +312,7 @@ def test_dppo_keeps_a_token_that_was_all_but_certain_before_and_still_is(logprob
 def test_kl_cov_leaves_fresh_tokens_to_their_advantage() -> None:
     """Where trainer and engine differ by rounding, which has a sign."""
     mu = np.array([-1.0, -1.0, -1.0])
-    b = Batch(mu + [3e-7, -3e-7, -0.1], mu, mu, mu, 0 * mu, np.ones(3), np.array([0, 0, 0]), np.full(3, True))
+    b = Batch(mu + np.array([3e-7, -3e-7, -0.1]), mu, mu, mu, 0 * mu, np.ones(3), np.array([0, 0, 0]), np.full(3, True))
     _, _, gradient = solved(recipe("kl_cov"), to_columns(b), b.totals)
     assert gradient == pytest.approx([-1 / 3, -1 / 3, (-math.exp(-0.1) - 1) / 3], rel=1e-5)
 

@@ -72,8 +72,8 @@ def clip_cov(columns: Columns, recipe: Loss) -> TokenLoss:
 def kl_cov(columns: Columns, recipe: Loss) -> TokenLoss:
     """r A - cov_penalty |log r|, the latter for tokens that `algo/covariance.py` chose: KL-Cov (arXiv 2505.22617).
 
-    The absolute log ratio stands for the KL divergence as in the authors' code. Ratios are not clipped. A log ratio that
-    is rounding has no slope: on fresh tokens its sign would be chance.
+    The absolute log ratio stands for the KL divergence as in the authors' code. Ratios are not clipped. A log ratio
+    that is rounding has no slope: on fresh tokens its sign would be chance.
     """
     log_ratio, chosen = columns.log_ratio(), _restrained(columns)
     gain = times(torch.where(columns.mask, columns.advantages, 0.0), log_ratio.exp())
