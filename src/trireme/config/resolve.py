@@ -76,7 +76,9 @@ def resolve(config: RunConfig, devices: Devices, *, section: ProcessName | None 
 
 def resolve_sft(config: SftConfig, devices: Devices) -> SftConfig:
     device = config.device if config.device != "auto" else "cuda" if devices.gpus else "cpu"
-    ranks = config.num_ranks or (max(1, devices.num_gpus) if device == "cuda" else 1)
+    # With an evaluation, one of several GPUs is the engine's.
+    free = devices.num_gpus - (1 if config.eval and devices.num_gpus > 1 else 0)
+    ranks = config.num_ranks or (max(1, free) if device == "cuda" else 1)
     name = config.model.name or Model().name
     config = updated(config, _origin(config.resume_from, config.ckpt.resume_step, ""))
     values: Values = {
@@ -91,7 +93,40 @@ def resolve_sft(config: SftConfig, devices: Devices) -> SftConfig:
         "micro_batch_tokens": config.micro_batch_tokens or config.seq_len,
         "threads": config.threads or max(1, devices.cores // ranks),
     }
+    if config.eval:
+        evaluated = _environments(updated(RunConfig(), {"orchestrator.eval": config.eval}))
+        above = "orchestrator."
+        values |= {key.removeprefix(above): evaluated[key] for key in evaluated if key.startswith(f"{above}eval.")}
     return updated(config, values)
+
+
+def resolve_evaluating_run(config: SftConfig, devices: Devices) -> RunConfig:
+    """Return the resolved run whose engine answers the evaluations of a resolved `sft`. Its folder is `evals`.
+
+    On GPUs its engine takes the one after those of the ranks; if there is none, it shares the last one.
+    """
+    given, ranks = config.inference, config.num_ranks or 1
+    values: Values = {
+        "output_dir": config.paths.evals,
+        "seed": config.seed,
+        "seq_len": config.seq_len,
+        "device": config.device,
+        "log_level": config.log_level,
+        "disk_timeout_s": config.disk_timeout_s,
+        "env_vars": config.env_vars,
+        "model.name": config.model.name,
+        "model.vlm": config.model.vlm,
+        "trainer.tokenizer.name": config.tokenizer.name,
+        "trainer.num_ranks": ranks,
+        "inference": given,
+        "orchestrator.eval": config.eval,
+    }
+    if config.device == "cuda":
+        is_shared = ranks >= devices.num_gpus
+        values |= {"trainer_gpu_ids": tuple(range(ranks)), "inference_gpu_ids": (ranks - 1 if is_shared else ranks,)}
+        if is_shared and "gpu_memory_utilization" not in given.model_fields_set:
+            values["inference"] = updated(given, {"gpu_memory_utilization": _SHARED_GPU_UTILIZATION})
+    return resolve(updated(RunConfig(), values), devices)
 
 
 def updated(section: AnySection, values: Values) -> AnySection:

@@ -87,6 +87,7 @@ RUN: dict[When, str] = {
 """Keys of `rl`. `table.*` stands for a table with all of its keys. Names of environments are fixed as well."""
 
 SFT: dict[When, str] = {
+    "at once": "eval.* inference.*",
     "step": "num_epochs batch_size validation validation_split validation_interval",
     "content": """
         data subset split source.data source.subset source.split seq_len overlong loss_on chat_template

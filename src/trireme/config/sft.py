@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from trireme.config.files import files_near
+from trireme.config.inference import InferenceConfig
 from trireme.config.model.folder import looks_local
+from trireme.config.orchestrator import Evaluation, evaluation_problems, sampling_problems
 from trireme.config.run import AnyRun
 from trireme.config.section import Section
 from trireme.config.trainer import Optimizer, Training
@@ -67,6 +69,8 @@ class SftConfig(Training, AnyRun):
     batch_size: PositiveInt = 64
     """Samples per step, over all ranks."""
     optim: Optimizer = Optimizer(lr=1e-5)
+    eval: Evaluation | None = None
+    inference: InferenceConfig = InferenceConfig()
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -74,6 +78,21 @@ class SftConfig(Training, AnyRun):
         if self.data is None:
             return self.source
         return (Source(data=self.data, subset=self.subset, split=self.split), *self.source)
+
+    def evaluated_at(self, step: int, *, last: int | None) -> list[str]:
+        """Return the environments that the weights of a step are evaluated on, by name; step 0 is the base model.
+
+        Args:
+            last: step after which the run ends; None if it is not known yet.
+        """
+        names = [each.resolved_name for each in self.eval.env] if self.eval else []
+        return [name for name in names if self.eval and _is_due(self.eval.of(name), step, last)]
+
+
+def _is_due(evaluation: Evaluation, step: int, last: int | None) -> bool:
+    if step == 0:
+        return evaluation.eval_base
+    return step == last or (evaluation.interval is not None and step % evaluation.interval == 0)
 
 
 # Rules of these tables. Each yields one message per problem.
@@ -127,8 +146,36 @@ def sft_problems(config: SftConfig) -> Iterator[str]:
     if config.num_epochs is not None and config.max_steps != SftConfig.model_fields["max_steps"].default:
         yield f"max_steps = {config.max_steps} and num_epochs = {config.num_epochs:g} - expected one. Remove the other."
 
+    if config.eval:
+        yield from _eval_problems(config, config.eval)
+
     if not config.loss_on:
         yield 'loss_on = [] - expected the roles whose messages are trained on. Write `loss_on = ["assistant"]`.'
+
+
+def _eval_problems(config: SftConfig, evaluation: Evaluation) -> Iterator[str]:
+    names = [each.file_name for each in evaluation.env]
+    if not names:
+        yield (
+            "`[eval]` names no environment - expected at least one, as supervised training has none of its own. Add "
+            'to the file:\n    [[eval.env]]\n    id = "reverse-text"'
+        )
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        yield (
+            f'two environments of `[eval]` have results of one name, "{twice}" - expected names that differ. Give each '
+            "table a `name` of its own."
+        )
+    if config.model.from_scratch and config.evaluated_at(0, last=None):
+        yield (
+            "eval.eval_base = true with model.from_scratch = true - expected a base model with weights: the engine "
+            "would evaluate those of the folder, which this run does not train. Add `eval_base = false`."
+        )
+
+    views = [evaluation.of(each.resolved_name) for each in evaluation.env]
+    yield from dict.fromkeys(problem for view in views for problem in evaluation_problems(view, "eval."))
+    for each, view in zip(evaluation.env, views, strict=True):
+        table = f"eval.env.{each.resolved_name}.sampling" if each.sampling else "eval.sampling"
+        yield from sampling_problems(table, view.sampling)
 
 
 def _check_files(key: str, path: Path) -> Iterator[str]:

@@ -193,10 +193,18 @@ def _environment(spec: ProcessSpec, temporary: Path) -> dict[str, str]:
 class Children:
     """All child processes of a run."""
 
-    def __init__(self, children: list[Child], guard: Guard) -> None:
+    def __init__(self, children: list[Child], guard: Guard, temporary: Path) -> None:
         self.children = children
         self._guard = guard
+        self._temporary = temporary
         self._scanned = 0.0
+
+    def start(self, spec: ProcessSpec) -> Child:
+        """Start one more process, which ends with the others. Raises: as `Child.start`."""
+        child = Child(spec, self._guard, temporary=self._temporary)
+        self.children.append(child)
+        child.start()
+        return child
 
     def look(self) -> dict[int, Process] | None:
         """Record exits; once a second also descendants. Return the machine's process table in that case."""
@@ -235,7 +243,7 @@ def open_children(
     try:
         for child in children:
             child.start()
-        yield Children(children, guard)
+        yield Children(children, guard, temporary)
     finally:
         family = Descendants()
         for child in children:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import Literal
 
 from trireme.base.devices import Devices
 from trireme.base.network import url_of
@@ -28,7 +29,7 @@ class ProcessSpec:
                     ports={"http": 8000})
     """
 
-    name: ProcessName
+    name: ProcessName | Literal["eval"]  # the last one evaluates the weights of `sft`
     argv: tuple[str, ...]
     env: Mapping[str, str]  # added to the launcher's own
     log: Path
@@ -100,7 +101,7 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
 
     gpus, ports = config.trainer_gpu_ids or (), {"weights": config.ports.weights}
     trainer = spec("trainer", gpus, config.trainer.threads, ports)
-    return {each.name: each for each in (inference, orchestrator, trainer)}
+    return {"inference": inference, "orchestrator": orchestrator, "trainer": trainer}
 
 
 def env_vars_of(config: RunConfig, name: ProcessName) -> dict[str, str]:

@@ -55,8 +55,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
+def run_ranks(num_ranks: int, command: Sequence[str], look: Callable[[], None] = lambda: None) -> int:
     """Run one process per rank until all have ended. Each must tie itself to this process (`end_with_parent`).
+
+    Args:
+        look: called again and again meanwhile, in this thread.
 
     Returns: 0; a final exit code (2, 3) if a rank ended with it; 128 + N after signal N; 1 after any other failure.
     """
@@ -85,6 +88,7 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
                         each.kill()
                         each.wait()
 
+            look()
             time.sleep(POLL_S)
     if received:
         return 128 + received[0]

@@ -61,6 +61,8 @@ def check_type(kind: str, table: dict[str, Any]) -> str:
     return "conversations"
 
 
+ENGINE = "one engine evaluates, on the GPU after those of the ranks; without one it shares the last"
+
 DATA = (
     Row("data.path", "data"),
     Row("data.file", "data"),
@@ -92,8 +94,8 @@ DATA = (
     Row("dist_timeout_seconds", None, "ranks wait for each other as long as torch does"),
     Row("tokenizer.chat_template", "chat_template"),
     Row("deployment.num_train_gpus", on_gpus("num_ranks")),
-    Row("deployment.num_infer_gpus", None, "an evaluation shares the trainer's GPUs"),
-    Row("deployment.num_eval_gpus", None, "an evaluation shares the trainer's GPUs"),
+    Row("deployment.num_infer_gpus", None, ENGINE),
+    Row("deployment.num_eval_gpus", None, ENGINE),
     *of_evaluation("eval"),
     refused("eval.client", ENGINES),
     Row("eval.env_server_base_port", None, "workers of environments need no ports"),

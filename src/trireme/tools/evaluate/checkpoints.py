@@ -65,7 +65,8 @@ class CheckpointEvaluation:
         weights = config.weights_dir
 
         assert weights is not None
-        if not weights.is_dir():
+        is_base_alone = config.eval_base and config.steps == (0,)  # of a run that has not saved any weights yet
+        if not weights.is_dir() and not is_base_alone:
             others = sorted(folder for folder in Path("outputs").glob("**/weights") if folder.is_dir())[:3]
             hint = f" There are {', '.join(map(str, others))}." if others else ""
             raise ConfigError(
@@ -86,7 +87,7 @@ class CheckpointEvaluation:
             )
 
         self.config = config = prepare(config)
-        self._steps = find_steps(weights, config.steps)
+        self._steps = {} if is_base_alone else find_steps(weights, config.steps)
         self._output = config.output_dir or run_folder / "evals"
         self._models: dict[str, tuple[int, Path | None]] = {"base": (0, None)} if config.eval_base else {}
         # all files are looked at before the first evaluation, which may take hours

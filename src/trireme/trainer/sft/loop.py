@@ -200,7 +200,8 @@ class Sft:
         """Save a checkpoint if due, in the background; after the last step, wait until it is written."""
         version, last = self.state.version, self.last_step
 
-        if self.checkpoints.is_due(version, last=last):
+        is_due = self.checkpoints.is_due(version, last=last)
+        if is_due or self.config.evaluated_at(version, last=last):
             with self.lane.doing("save", step=version):
                 # Metrics first: a run that resumes from the checkpoint does not compute them again.
                 self.metrics.flush_all(self._waits, self.config.disk_timeout_s)
