@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from trireme.monitor.metrics import MetricsFile
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at the processes and the weights
 LEAVE_S = 5.0  # between SIGTERM and SIGKILL: results are on disk as they come
-SETUP_S = 600.0  # for what an evaluation does before its first rollout: environments may have to be installed
+SETUP_S = 2400.0  # for what an evaluation does before its first rollout: an environment may have to be installed
 NICENESS = ("nice", "-n", "10")  # training comes first where both need the same cores
 
 
@@ -59,7 +59,7 @@ class Job:
 
 
 class OnlineEvaluation:
-    """The evaluations of one `sft`. Its methods neither wait nor raise, but for `finish`, which waits."""
+    """The evaluations of one `sft`. Only `finish` waits for them."""
 
     def __init__(self, config: SftConfig, run: RunConfig, planned: Plan, children: Children) -> None:
         assert config.eval is not None
@@ -212,8 +212,7 @@ def open_evaluation(config: SftConfig, devices: Devices, keep_open: Sequence[int
     write_run(run, run_file)
     planned = plan(run, run_file, devices)
     engine = replace(planned["inference"], argv=(*NICENESS, *planned["inference"].argv))
-    hurry: Callable[[], bool] = lambda: False  # noqa: E731
-    with open_children([engine], hurry, LEAVE_S, keep_open) as children:
+    with open_children([engine], lambda: False, LEAVE_S, keep_open) as children:
         with closing(OnlineEvaluation(config, run, planned, children)) as evaluation:
             yield evaluation
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.models.tiny import largest_difference
-from support.runs.real_run import run_apart, run_command
+from support.runs.real_run import run_apart, run_command, started, wait_until
 from trireme.journal.manifest import complete_steps, read_manifest
 from trireme.monitor.metrics import read_metrics
 from trireme.tools.export.export import command as export
@@ -34,6 +34,70 @@ def test_exports_after_sft_and_rl_equal_the_weights_of_the_run(engine, tmp_path)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+EVALUATED = """
+output_dir = "OUT"
+data = "DATA"
+model.name = "MODEL"
+batch_size = 8
+seq_len = 128
+optim.lr = 3e-3
+
+[eval]
+interval = 2
+num_examples = 4
+sampling = { max_tokens = 16 }
+
+[[eval.env]]
+id = "reverse-text"
+args = { max_length = 4 }
+"""
+
+
+@pytest.fixture
+def evaluated(tiny_model, tmp_path) -> str:
+    """A file of `sft` that evaluates at steps 0, 2, 4, …"""
+    lines = [
+        {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]}
+        for word in ("abc", "on", "reward", "step") * 8
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    places = {"OUT": tmp_path / "run", "DATA": tmp_path / "data.jsonl", "MODEL": tiny_model}
+    text = EVALUATED
+    for name, path in places.items():
+        text = text.replace(name, str(path))
+    (tmp_path / "sft.toml").write_text(text)
+    return str(tmp_path / "sft.toml")
+
+
+@pytest.mark.slow
+def test_due_steps_are_evaluated_once_over_a_resume(evaluated, tmp_path):
+    evals = tmp_path / "run/evals"
+    run_command("sft", "@", evaluated, "--max-steps", "3")
+    before = {path: path.read_bytes() for path in evals.glob("step_*/*")}
+    described = {path.parent.name: json.loads(data) for path, data in before.items() if path.suffix == ".json"}
+    assert {step: found["finished"] for step, found in described.items()} == {
+        "step_0": True,
+        "step_2": True,
+        "step_3": True,
+    }
+    assert len({found["weights"] for step, found in described.items() if step != "step_0"}) == 2
+
+    run_command("sft", "@", evaluated, "--max-steps", "4", "--resume")
+    assert {path: path.read_bytes() for path in before} == before
+    rows = [row for row in read_metrics(tmp_path / "run/metrics.jsonl")[0] if "eval/reverse-text/reward" in row]
+    assert [row["step"] for row in rows] == [0, 2, 3, 4]
+    rewards = [json.loads(line)["reward"] for line in (evals / "step_4/reverse-text.jsonl").read_text().splitlines()]
+    assert rows[-1]["eval/reverse-text/reward"] == pytest.approx(sum(rewards) / 4)
+
+
+@pytest.mark.slow
+def test_nothing_outlives_an_evaluated_run_that_is_killed(evaluated, tmp_path):
+    with started("sft", "@", evaluated, "--max-steps", "9000", log=tmp_path / "log", forked=False) as process:
+        wait_until((tmp_path / "run/evals/step_0").exists, "the first evaluation", [process])
+        process.kill()
+        wait_until(lambda: not process.left(), "everything to end", [process], deadline_s=60)
 
 
 def sft(arguments: dict[str, Any]) -> None:
