@@ -148,6 +148,11 @@ def sft_problems(config: SftConfig) -> Iterator[str]:
 
     if config.eval:
         yield from _eval_problems(config, config.eval)
+    elif config.inference != InferenceConfig():
+        yield (
+            "`[inference]` without `[eval]` - expected both or none: the engine only answers evaluations. Remove "
+            "`[inference]`, or add `[eval]`."
+        )
 
     if not config.loss_on:
         yield 'loss_on = [] - expected the roles whose messages are trained on. Write `loss_on = ["assistant"]`.'

@@ -77,11 +77,7 @@ def test_due_steps_are_evaluated_once_over_a_resume(evaluated, tmp_path):
     run_command("sft", "@", evaluated, "--max-steps", "3")
     before = {path: path.read_bytes() for path in evals.glob("step_*/*")}
     described = {path.parent.name: json.loads(data) for path, data in before.items() if path.suffix == ".json"}
-    assert {step: found["finished"] for step, found in described.items()} == {
-        "step_0": True,
-        "step_2": True,
-        "step_3": True,
-    }
+    assert sorted(step for step, found in described.items() if found["finished"]) == ["step_0", "step_2", "step_3"]
     assert len({found["weights"] for step, found in described.items() if step != "step_0"}) == 2
 
     run_command("sft", "@", evaluated, "--max-steps", "4", "--resume")

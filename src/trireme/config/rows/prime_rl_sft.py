@@ -8,6 +8,7 @@ from typing import Any
 from trireme.config.rows.prime_rl import (
     AUTUMN,
     ENGINES,
+    INFERENCE,
     NO_MATTER,
     RUN,
     TRAINER,
@@ -116,6 +117,7 @@ PRIME_RL_SFT = (
     *DATA,
     *(_at_the_top(row) for row in TRAINER if not row.theirs.startswith(_OF_RL)),
     *(_at_the_top(row) for row in RUN if row.theirs.partition(".")[0] in _OF_BOTH),
+    *INFERENCE,
 )
 
 PRIME_RL_EVALS = (

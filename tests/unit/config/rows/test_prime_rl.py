@@ -310,6 +310,21 @@ SFT: list[tuple[str, dict[str, Any]]] = [
         {"ckpt.interval": 2, "ckpt.resume_step": 5, "optim.lr": 0},
     ),
     ('[renderer]\nname = "auto"\n[monitors.wandb]\nproject = "p"', {"wandb.project": "p"}),
+    (
+        "[eval]\ninterval = 25\nnum_examples = 32\nskip_first_step = true\n[eval.sampling]\nmax_completion_tokens = 9",
+        {
+            **{"eval.interval": 25, "eval.num_examples": 32, "eval.eval_base": False},
+            **{"eval.sampling.max_tokens": 9, "eval.sampling.temperature": 1.0},
+        },
+    ),
+    (
+        '[[eval.source]]\nname = "n"\n[eval.source.env]\ntaskset.id = "t"\nagent.harness.id = "null"',
+        {"eval.env.0.id": "t", "eval.env.0.name": "n"},
+    ),
+    (
+        "[eval]\n[inference.vllm]\nmax_model_len = 64\n[deployment]\nnum_infer_gpus = 1",
+        {"inference.model.max_model_len": 64},
+    ),
 ]
 
 
