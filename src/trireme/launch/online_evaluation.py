@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from trireme.base.devices import Devices
+from trireme.base.errors import TriremeError
 from trireme.base.paths import atomic_write, set_aside_after, step_folder, steps_in
 from trireme.base.processes import catch_signals
 from trireme.config.files import write_run
@@ -52,7 +53,10 @@ class Job:
 
     def is_stuck(self) -> bool:
         """Return whether no rollout has ended for longer than one may take."""
-        size = sum(file.stat().st_size for file in self.results.parent.glob(f"{self.results.name}*"))
+        size = 0
+        for file in self.results.parent.glob(f"{self.results.name}*"):
+            with suppress(OSError):  # renamed since: the evaluation ends
+                size += file.stat().st_size
         if size != self.size or not self.grown_at:
             self.size, self.grown_at = size, time.monotonic()
         return time.monotonic() - self.grown_at > self.environment.rollout_timeout_s + SETUP_S
@@ -99,7 +103,11 @@ class OnlineEvaluation:
         if self._job is not None:
             self._look_at_job(self._job)
         if self._job is None and (due := self._next(last)):
-            self._begin(*due)
+            try:
+                self._begin(*due)
+            except (OSError, TriremeError) as error:  # such as a full disk
+                self._failed.add((due[0], due[1].resolved_name))
+                print(f"evaluation of step {due[0]} on {due[1].resolved_name} failed: {error}", flush=True)
         return None
 
     def finish(self) -> int:
