@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.config.compatibility import NOT_A_VALUE, keys_for
+from trireme.config.compatibility import keys_for
 from trireme.config.files import PROCESSES, toml_key, toml_value
 from trireme.config.rows.by_command import rows_for
 from trireme.config.rows.elsewhere import WORDS
@@ -125,8 +125,6 @@ def _answers(root: type[Section], path: KeyPath, value: Any) -> Iterator[tuple[K
 
 def _advice(field: Field, path: KeyPath, value: Any, is_flag: bool) -> str:
     if field.kind == "choice":
-        if elsewhere := NOT_A_VALUE.get((*path[-2:], str(value))):
-            return elsewhere
         near = get_close_matches(str(value), field.words.split(" | "), n=1, cutoff=0.7)
         return f"Did you mean `{near[0]}`?" if near else field.doc
     if field.section:

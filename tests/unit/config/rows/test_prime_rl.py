@@ -203,7 +203,6 @@ def test_flag_means_the_same_here(flags, ours):
         ("[orchestrator.renderer]\nmax_width = 3", "orchestrator.renderer.max_width", "chat_template_kwargs"),
         ("trainer.model.quantization = { type = 'fp8' }", "trainer.model.quantization", "inference.args"),
         ("trainer.model.debug.num_layers = 2", "trainer.model.debug.num_layers", "Remove it"),
-        ("trainer.optim.type = 'sign_sgd'", "trainer.optim.type", "sgd"),
         ("trainer.data.fake.batch_size = 2", "trainer.data", "Remove it"),
         ("trainer.max_concurrent_runs = 2", "trainer.max_concurrent_runs", "Start one for each"),
         ("orchestrator.client.base_url = ['http://h:1/v1']", "orchestrator.client.base_url", "hosts.inference"),
