@@ -70,7 +70,7 @@ class Invocation(Section):
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """What became of each key of the files and of flags that were translated."""
+        """Each translated key of the files and flags, with what became of it."""
         return self._lines
 
     @property
@@ -185,7 +185,7 @@ class _Reading:
         self.tree: dict[str, Any] = {}
         self.origins: dict[KeyPath, Source] = {}
         self.problems: list[str] = []
-        self.given: dict[str, Any] = {}  # of files and flags, as they were written
+        self.given: dict[str, Any] = {}  # values of files and flags, as they were written
         self.lines: list[Line] = []
         self.whole_run_given = False
 

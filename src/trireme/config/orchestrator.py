@@ -356,7 +356,7 @@ class Teacher(Section):
 class Source(Environment):
     """`[[orchestrator.env]]`: one source of tasks. A table of its own goes over the run's, key by key.
 
-    If it has another `type` than the run's, it stands alone: the keys of one kind mean nothing to another.
+    If it has another `type` than the run's, it replaces the whole table: the keys of one kind mean nothing to another.
     """
 
     rollouts_per_example: PositiveInt | None = None
@@ -724,12 +724,16 @@ def _buffer_problems(buffer: Buffer) -> Iterator[str]:
 
 def _advantage_problems(config: OrchestratorConfig) -> Iterator[str]:
     advantage = config.advantage
+
+    # A group of one has no sibling to be compared with, unless a teacher gives the advantages.
     if config.rollouts_per_example == 1 and advantage.type in NEEDS_SIBLINGS and config.teacher is None:
         yield (
             f'orchestrator.advantage.type = "{advantage.type}" with orchestrator.rollouts_per_example = 1 - expected '
             "at least 2 rollouts to compare with one another. Raise `rollouts_per_example`, or take "
             '`advantage.type = "batch"`, "ema" or "none".'
         )
+
+    # Keys that belong to one type.
     if (advantage.type == "custom") != bool(advantage.path):
         has = f'with `path = "{advantage.path}"`' if advantage.path else "without `path`"
         yield (
@@ -742,6 +746,7 @@ def _advantage_problems(config: OrchestratorConfig) -> Iterator[str]:
             f'{list(advantage.episode_agents)} - expected `type = "hierarchical_grpo"` and the agents that are '
             'compared within one rollout, or neither. Add `episode_agents = ["solver"]`, or remove the line.'
         )
+
     clip = advantage.reward_clip
     if clip is not None and not clip[0] < clip[1]:  # NaN too
         yield f"orchestrator.advantage.reward_clip = {list(clip)} - expected the lower end first. Exchange them."
@@ -767,8 +772,8 @@ def sampling_problems(table: str, sampling: Sampling) -> Iterator[str]:
         if key in own:
             # vLLM would silently take one of the two.
             yield (
-                f"Duplicate sampling parameters: `{key}` is a key of `{table}` ({getattr(sampling, key)}) and stands "
-                f"in its `extra_body` too ({sampling.extra_body[key]}) - expected it once. "
+                f"Duplicate sampling parameters: `{key}` is a key of `{table}` ({getattr(sampling, key)}) and "
+                f"of its `extra_body` too ({sampling.extra_body[key]}) - expected it once. "
                 f"Set `{table}.{key}` and remove it from `extra_body`."
             )
         elif key in _ANSWER_FORMAT:

@@ -27,8 +27,8 @@ class Source:
     label: str  # "a.toml", "TRIREME_MAX_STEPS", or the flag as typed
     hidden: KeyPath = ()  # the table that the file fills, which is left out of the keys in messages
     typed: str | None = None  # the words after a flag
-    line: Line | None = None  # what the value was translated from
-    ours: KeyPath = ()  # what it was translated to
+    line: Line | None = None  # the translated key that gave the value
+    ours: KeyPath = ()  # our key that the translation set
 
     @property
     def is_flag(self) -> bool:

@@ -321,7 +321,7 @@ _PROTECTED = {
 }
 """Variables that Trireme sets itself, and what to do instead of setting them."""
 
-_READ_AT_START = re.compile(r"PYTHON[A-Z]\w*|LD_\w+")  # by Python and the loader, before any file is read
+_READ_AT_START = re.compile(r"PYTHON[A-Z]\w*|LD_\w+")  # Python and the loader read them before any file
 
 
 def env_var_problems(table: str, variables: Mapping[str, str]) -> Iterator[str]:

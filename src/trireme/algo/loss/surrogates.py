@@ -62,7 +62,7 @@ def geometric_mean(columns: Columns, recipe: Loss) -> TokenLoss:
 
 
 def clip_cov(columns: Columns, recipe: Loss) -> TokenLoss:
-    """As `clip`, but tokens that `algo/covariance.py` chose count as 0: Clip-Cov (arXiv 2505.22617)."""
+    """Clip as `clip` does, and count tokens that `algo/covariance.py` chose as 0: Clip-Cov (arXiv 2505.22617)."""
     token, chosen = clip(columns, recipe), _restrained(columns)
     value, slope = (torch.where(chosen, 0.0, each) for each in (token.value, token.slope))
     return replace(token, value=value, slope=slope, masked=chosen)

@@ -212,7 +212,7 @@ def test_flag_means_the_same_here(flags, ours):
         ("orchestrator.buffer.easy_fraction = 0.1", "orchestrator.buffer.easy_fraction", "easy_weight"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_its_name(text, key, nearest):
+def test_key_without_counterpart_is_refused_by_its_name(text, key, nearest):
     said = refusal(text)
     assert f"theirs.toml: `{key} = " in said
     assert nearest in said
