@@ -203,8 +203,8 @@ class Checkpoints(Section):
     """Resume from this step's checkpoint; -1 takes the newest complete one. With `resume_from`, of the other run."""
     resume_without: tuple[Literal["optimizer", "scheduler", "data", "progress"], ...] = ()
     """Parts that a run does not take over with `resume_from`: the optimizer's state; the place in the learning rate's
-    schedule, which then begins again; the place in the data, with difficulty pools, curriculum and baselines; the number
-    of steps, so that this run counts from 0."""
+    schedule, which then begins again; the place in the data, with difficulty pools, curriculum and baselines; the
+    number of steps, so that this run counts from 0."""
 
 
 class Training(Section):

@@ -58,7 +58,7 @@ def dppo_tv(columns: Columns, recipe: Loss) -> TokenLoss:
 
 
 def dppo_kl(columns: Columns, recipe: Loss) -> TokenLoss:
-    """Mask as `dppo_tv` does, with the binary KL divergence prox log(prox / pi) + (1 - prox) log((1 - prox) / (1 - pi)).
+    """Mask as `dppo_tv`, with the binary KL divergence prox log(prox / pi) + (1 - prox) log((1 - prox) / (1 - pi)).
 
     DPPO with the binary KL (arXiv 2602.04879), as verl's `dppo_kl`; both bounds are 0.05 in verl's recipe.
     """
