@@ -13,7 +13,7 @@ from trireme.cli.command import move_old_run_aside, note_translation, run_comman
 from trireme.config.files import to_table, to_toml, without_secrets
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve_sft
-from trireme.config.rules import check_sft
+from trireme.config.rules.check import check_sft
 from trireme.config.sft import SftConfig
 from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.origin import begin, check_origin

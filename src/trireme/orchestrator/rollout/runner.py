@@ -15,8 +15,9 @@ from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
-from trireme.config.orchestrator import Sampling, sampling_notes
+from trireme.config.rules.sampling import sampling_notes
 from trireme.config.run import RunConfig
+from trireme.config.sampling import Sampling
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
 from trireme.journal.turns import RolloutLog, newest_attempts, turns_file

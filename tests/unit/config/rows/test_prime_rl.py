@@ -15,7 +15,7 @@ from trireme.config.load import load_config
 from trireme.config.resolve import resolve
 from trireme.config.rows.by_command import rows_for
 from trireme.config.rows.rules import on_machine
-from trireme.config.rules import check
+from trireme.config.rules.check import check
 from trireme.config.run import RunConfig
 from trireme.config.section import find
 from trireme.config.sft import SftConfig
