@@ -242,7 +242,7 @@ class RunConfig(AnyRun):
     @property
     def losses(self) -> dict[str, RunConfig]:
         """The run as each source with a loss of its own has it; `""` is the run itself, for all others."""
-        own = [each.resolved_name for each in self.orchestrator.env if each.loss is not None]
+        own = [each.resolved_name for each in self.orchestrator.env if getattr(each, "loss", None) is not None]
         return {"": self} | {name: self.of(name) for name in own}
 
     @property

@@ -309,6 +309,14 @@ def test_dppo_keeps_a_token_that_was_all_but_certain_before_and_still_is(logprob
     assert solved(recipe("dppo_kl"), to_columns(b), b.totals)[1]["masked_frac"] == 0
 
 
+def test_kl_cov_leaves_fresh_tokens_to_their_advantage() -> None:
+    """Where trainer and engine differ by rounding, which has a sign."""
+    mu = np.array([-1.0, -1.0, -1.0])
+    b = Batch(mu + np.array([3e-7, -3e-7, -0.1]), mu, mu, mu, 0 * mu, np.ones(3), np.array([0, 0, 0]), np.full(3, True))
+    _, _, gradient = solved(recipe("kl_cov"), to_columns(b), b.totals)
+    assert gradient == pytest.approx([-1 / 3, -1 / 3, (-math.exp(-0.1) - 1) / 3], rel=1e-5)
+
+
 def test_a_ratio_beyond_the_cap_weighs_as_much_as_the_cap() -> None:
     mu = np.log([1e-4, 1e-4, 0.1])
     b = Batch(np.log([0.1, 1e-3, 0.2]), mu, mu, mu, 0 * mu, np.array([1.0, -1.0, -1.0]), samples=np.array([0, 0, 0]))

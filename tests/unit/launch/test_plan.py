@@ -95,7 +95,7 @@ def test_help_shows_every_key_and_a_configuration_error_is_one_message(program, 
     meaning = "Optimizer steps." if program == "sft" else "Training steps: batches, each of which makes one version."
     assert f"<integer > 0>  (default: 100)\n        {meaning}" in printed
     lr = "--trainer.optim.lr" if program == "rl" else "--optim.lr"
-    assert (f"{lr}  <number > 0>" in printed) is (program in ("rl", "trainer", "sft"))
+    assert (f"{lr}  <number >= 0>" in printed) is (program in ("rl", "trainer", "sft"))
     assert command(monkeypatch, program, "--max-stepz", "3") == 2
     expected = f"{program}: unknown flag `--max-stepz` - no such key exists. Did you mean `--max-steps`?\n"
     assert capsys.readouterr().err == expected

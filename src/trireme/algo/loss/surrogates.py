@@ -17,6 +17,7 @@ from trireme.algo.columns import MOST_LOG_RATIO, Columns, TokenLoss, times
 from trireme.algo.loss.masks import dppo_kl, dppo_tv, importance, ipo
 from trireme.config.losses import Loss
 
+_ROUNDING = 1e-5  # of a difference of logprobs in float32
 _LOG_WEIGHTS = (math.log(1e-8), MOST_LOG_RATIO)
 
 
@@ -71,14 +72,16 @@ def clip_cov(columns: Columns, recipe: Loss) -> TokenLoss:
 def kl_cov(columns: Columns, recipe: Loss) -> TokenLoss:
     """r A - cov_penalty |log r|, the latter for tokens that `algo/covariance.py` chose: KL-Cov (arXiv 2505.22617).
 
-    The absolute log ratio stands for the KL divergence as in the authors' code. Ratios are not clipped.
+    The absolute log ratio stands for the KL divergence as in the authors' code. Ratios are not clipped. A log ratio
+    that is rounding has no slope: on fresh tokens its sign would be chance.
     """
     log_ratio, chosen = columns.log_ratio(), _restrained(columns)
     gain = times(torch.where(columns.mask, columns.advantages, 0.0), log_ratio.exp())
     assert recipe.cov_penalty is not None, f"not resolved: {recipe}"
     weight = torch.where(chosen, log_ratio.new_tensor(recipe.cov_penalty), 0.0)
     drift = log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
-    return TokenLoss(weight * drift.abs() - gain, weight * drift.sign() - gain)
+    direction = torch.where(drift.abs() > _ROUNDING, drift.sign(), 0.0)
+    return TokenLoss(weight * drift.abs() - gain, weight * direction - gain)
 
 
 def soft_gate(columns: Columns, recipe: Loss) -> TokenLoss:

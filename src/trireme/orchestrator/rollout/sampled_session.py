@@ -57,7 +57,7 @@ class SampledSession(Session):
             attempt=spec.attempt,
             trained=trained,
             vocab_size=runner.tokenizer.vocab_size or runner.tokenizer.num_tokens,
-            num_top=runner.config.num_top_logprobs,
+            num_top=runner.num_top_logprobs,
         )
         super().__init__(spec.task(environment, self.sampling.own), log=log)
         self.runner, self.environment, self.spec = runner, environment, spec
