@@ -1,6 +1,7 @@
 """Files and flags of prime-rl mean here what they mean there, or are refused under their own names."""
 
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,29 @@ def test_flag_means_the_same_here(flags, ours):
     second = SOURCE.replace('"task"', '"other"').replace('"a"', '"b"')
     config, _ = load(f"trainer.optim.betas2 = 0.99\n{SOURCE}{second}", flags)
     assert {key: value_at(config, key) for key in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "said"),
+    [
+        ("{{ m.content }}", "", "keeps earlier thinking"),
+        ("{{ m.content.split('</think>')[-1] }}", "", None),
+        ("{{ m.content }}{% if keep %}{{ m.reasoning_content }}{% endif %}", "", None),
+        ("{{ m.content.split('<|channel|>final')[-1] }}", "", None),  # a form that is not tried
+        ("{{ m.content.split('</think>')[-1] }}", "--orchestrator.trajectory-strategy branching", "`branching`"),
+    ],
+)
+def test_thinking_is_retained_if_the_configured_template_keeps_it(template, flags, said, tiny_model, tmp_path):
+    """The model may be named by a flag, which comes after the file that asks for it."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(f"{{% for m in messages %}}{template}{{% endfor %}}")
+    text, flags = 'renderer.thinking_retention = "all"', f"{flags} --model.name {model}"
+    text = f"[orchestrator]\n{text}"
+    if said is None:
+        assert "thinking_retention" in refusal(text, flags)
+    else:
+        _, invocation = load(text, flags)
+        assert said in invocation.without_effect
 
 
 @pytest.mark.parametrize(
