@@ -17,7 +17,7 @@ from trireme.algo.columns import MOST_LOG_RATIO, Columns, TokenLoss, times
 from trireme.algo.loss.masks import dppo_kl, dppo_tv, importance, ipo
 from trireme.config.losses import Loss
 
-_ROUNDING = 1e-5  # of a difference of logprobs in float32
+_ROUNDING = 1e-5  # rounding of a difference of logprobs in float32
 _LOG_WEIGHTS = (math.log(1e-8), MOST_LOG_RATIO)
 
 

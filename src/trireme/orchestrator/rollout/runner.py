@@ -101,7 +101,7 @@ class RolloutRunner:
         self._newest_attempts = {} if self.journal is None else newest_attempts(self.journal)
         self.writers = ThreadPoolExecutor(WRITERS, "turns")  # makes a thread when it needs one
         self.max_model_len = config.inference.model.max_model_len or config.seq_len
-        self.num_top_logprobs = config.num_top_logprobs  # of each token, for the loss
+        self.num_top_logprobs = config.num_top_logprobs  # likeliest tokens per position, for the loss
 
         self.reader = TurnReader(config.inference.model, self.tokenizer, self.pool)
         self.model = config.trainer.tokenizer.name or config.model.name
