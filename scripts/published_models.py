@@ -27,7 +27,7 @@ from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
 from trireme.config.model.folder import needs_eager
 from trireme.config.resolve import resolve
-from trireme.config.rules import launch_problems, problems
+from trireme.config.rules.check import launch_problems, problems
 from trireme.config.run import RunConfig
 from trireme.tools.plan.estimate import Estimate, estimate_run
 from trireme.tools.plan.machine import describe_machine

@@ -43,7 +43,7 @@ from trireme.config.load import load_run_config
 from trireme.config.model.state_layers import dtype_on_cpu, serving_problems, state_layer_problems
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve
-from trireme.config.rules import served_model_problems
+from trireme.config.rules.engine import served_model_problems
 from trireme.config.trainer import TrainerModel
 from trireme.trainer.model.forward import scorer_of
 from trireme.trainer.model.model import load_model

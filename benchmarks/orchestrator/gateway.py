@@ -63,9 +63,10 @@ async def _serve(pipe: Any, options: Namespace, folder: Path) -> None:
     from support.models.tiny_tokenizer import CHATML, write_tokenizer
     from trireme.base.processes import rare_garbage_collection
     from trireme.base.waiting import Waits
-    from trireme.config.orchestrator import Agent, Sampling
+    from trireme.config.orchestrator import Agent
     from trireme.config.orchestrator import Environment as EnvironmentConfig
     from trireme.config.run import RunConfig
+    from trireme.config.sampling import Sampling
     from trireme.journal.model_turn import Turn
     from trireme.journal.turns import RolloutLog, turns_file
     from trireme.orchestrator.environments.programs import listen

@@ -40,9 +40,9 @@ def build_model(hidden: int, layers: int, device: str) -> torch.nn.Module:
 
 
 def optimizers(model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
-    ours = {kind: build_optimizer(model, Optimizer(type=kind)) for kind in ("adamw", "adamw_8bit", "muon", "sgd")}
+    configs = [Optimizer(type=kind) for kind in ("adamw", "adamw_8bit", "muon", "sgd", "sign_sgd")]
     plain = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=False)
-    return {"adamw, plain": plain, **ours}
+    return {"adamw, plain": plain} | {str(config.type): build_optimizer(model, config) for config in configs}
 
 
 def bytes_held(optimizer: torch.optim.Optimizer) -> int:

@@ -24,7 +24,7 @@ from trireme.config.compatibility import kind_of
 from trireme.config.files import read_table
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.config.rules import check, check_launch
+from trireme.config.rules.check import check, check_launch
 from trireme.config.run import RunConfig
 from trireme.inference.server import environment, server_arguments, without_negated_switches
 from trireme.launch.plan import plan

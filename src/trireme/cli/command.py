@@ -24,9 +24,9 @@ from trireme.cli.machines import join_network, node_of
 from trireme.config.arguments import HELP
 from trireme.config.files import ProcessName, command_without_secrets, write_process_files, write_run
 from trireme.config.load import Invocation, load_run_config
-from trireme.config.orchestrator import sampling_notes
 from trireme.config.resolve import resolve, resuming
-from trireme.config.rules import check, check_launch, launch_problems, launch_warnings
+from trireme.config.rules.check import check, check_launch, launch_problems, launch_warnings
+from trireme.config.rules.sampling import sampling_notes
 from trireme.config.run import NODE, RunConfig
 from trireme.config.sft import SftConfig
 from trireme.launch.folder import hold, prepare_folder

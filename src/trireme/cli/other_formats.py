@@ -19,7 +19,7 @@ from trireme.cli.command import run_command
 from trireme.cli.rl import dry_run, launch
 from trireme.config.compatibility import Kind
 from trireme.config.files import ProcessName
-from trireme.config.rules import check_launch
+from trireme.config.rules.check import check_launch
 from trireme.config.translation import their_keys_named
 from trireme.tools.formats.run_file import read_run_file, resolve_run
 from trireme.tools.formats.translation import as_toml

@@ -19,7 +19,7 @@ from trireme.cli.command import (
 from trireme.config.files import ProcessName, write_process_files
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.config.rules import check, check_launch
+from trireme.config.rules.check import check, check_launch
 from trireme.config.run import RunConfig
 from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.origin import begin, check_origin

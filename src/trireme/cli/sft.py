@@ -14,7 +14,7 @@ from trireme.cli.command import move_old_run_aside, note_translation, run_comman
 from trireme.config.files import to_table, to_toml, without_secrets
 from trireme.config.load import load_config
 from trireme.config.resolve import resolve_evaluating_run, resolve_sft
-from trireme.config.rules import check_launch, check_sft
+from trireme.config.rules.check import check_launch, check_sft
 from trireme.config.sft import SftConfig
 from trireme.launch.folder import check_folder, hold_folder
 from trireme.launch.online_evaluation import missing_evaluations, open_evaluation

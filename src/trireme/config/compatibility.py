@@ -91,11 +91,6 @@ def keys_for(name: str) -> list[str]:
     return [key for key, names in NAMES_ELSEWHERE.items() if name in names.split()]
 
 
-# Refused values: table, key and value -> what to do instead.
-NOT_A_VALUE: dict[tuple[str, ...], str] = {
-    ("optim", "type", "sign_sgd"): "The nearest is `sgd`, whose steps are as long as the gradient, or `adamw`.",
-}
-
 Kind = Literal["run", "vf-rl", "flat", "hosted", "gepa"]
 
 FLAT_ONLY = {"model_name", "num_gpus", "tensor_parallel_size", "pipeline_parallel_size"}

@@ -70,7 +70,7 @@ class Invocation(Section):
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """What became of each key of the files and of flags that were translated."""
+        """Each translated key of the files and flags, with what became of it."""
         return self._lines
 
     @property
@@ -185,9 +185,10 @@ class _Reading:
         self.tree: dict[str, Any] = {}
         self.origins: dict[KeyPath, Source] = {}
         self.problems: list[str] = []
-        self.given: dict[str, Any] = {}  # of files and flags, as they were written
+        self.given: dict[str, Any] = {}  # values of files and flags, as they were written
         self.lines: list[Line] = []
         self.whole_run_given = False
+        self.refused: list[tuple[dict[str, Any], Source, list[str]]] = []  # tables, and why keys of them are refused
 
     @contextmanager
     def _collect_problem(self) -> Iterator[None]:
@@ -264,6 +265,23 @@ class _Reading:
         for path, value in _leaves(found.table, self.root):
             self._set(path, value, source)
         self._note(found, source)
+        if found.problems:
+            self.refused.append((whole, source, found.problems))
+
+    def retry_refused(self) -> None:
+        """Take back each refusal that no longer holds with what came after it: flags follow the files."""
+        given = merged(self.given, self.tree)
+        for whole, source, before in self.refused:
+            found = translate(whole, rows_for(self.root), where=source.label, root=self.root, given=given)
+            if {*before} <= {*found.problems}:
+                continue
+
+            self.problems = [problem for problem in self.problems if problem not in before]
+            for path, value in _leaves(found.table, self.root):
+                if path not in self.origins:
+                    self._set(path, value, source)
+            known = [line.theirs for line in self.lines]
+            self._note(replace(found, lines=[line for line in found.lines if line.theirs not in known]), source)
 
     def _note(self, found: Translated, source: Source) -> None:
         """Keep what became of each key, so that messages name the keys as they were written."""
@@ -419,6 +437,7 @@ class _Reading:
     def validate(self) -> Any:
         """Raises: ConfigError with the problems of all sources and of pydantic."""
         config = None
+        self.retry_refused()
         try:
             config = self.root.model_validate(self.tree)
         except ValidationError as error:

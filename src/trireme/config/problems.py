@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.config.compatibility import NOT_A_VALUE, keys_for
+from trireme.config.compatibility import keys_for
 from trireme.config.files import PROCESSES, toml_key, toml_value
 from trireme.config.rows.by_command import rows_for
 from trireme.config.rows.elsewhere import WORDS
@@ -27,8 +27,8 @@ class Source:
     label: str  # "a.toml", "TRIREME_MAX_STEPS", or the flag as typed
     hidden: KeyPath = ()  # the table that the file fills, which is left out of the keys in messages
     typed: str | None = None  # the words after a flag
-    line: Line | None = None  # what the value was translated from
-    ours: KeyPath = ()  # what it was translated to
+    line: Line | None = None  # the translated key that gave the value
+    ours: KeyPath = ()  # our key that the translation set
 
     @property
     def is_flag(self) -> bool:
@@ -125,8 +125,6 @@ def _answers(root: type[Section], path: KeyPath, value: Any) -> Iterator[tuple[K
 
 def _advice(field: Field, path: KeyPath, value: Any, is_flag: bool) -> str:
     if field.kind == "choice":
-        if elsewhere := NOT_A_VALUE.get((*path[-2:], str(value))):
-            return elsewhere
         near = get_close_matches(str(value), field.words.split(" | "), n=1, cutoff=0.7)
         return f"Did you mean `{near[0]}`?" if near else field.doc
     if field.section:

@@ -23,15 +23,9 @@ from trireme.config.inference import low_bit_error
 from trireme.config.losses import resolve_loss
 from trireme.config.model.folder import needs_eager, read_config
 from trireme.config.model.state_layers import dtype_on_cpu
-from trireme.config.orchestrator import (
-    EVALUATION_KEYS,
-    SOURCE_TABLES,
-    EvaluatedEnvironment,
-    Evaluation,
-    Source,
-    template_fallback,
-)
+from trireme.config.orchestrator import EVALUATION_KEYS, SOURCE_TABLES, EvaluatedEnvironment, Evaluation, Source
 from trireme.config.run import Model, RunConfig, place_of
+from trireme.config.sampling import template_fallback
 from trireme.config.section import AnySection
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel

@@ -13,7 +13,8 @@ from trireme.base.network import is_here, is_loopback
 from trireme.base.paths import RunPaths
 from trireme.config.inference import InferenceConfig
 from trireme.config.losses import Loss, centers_scores, resolve_loss
-from trireme.config.orchestrator import OrchestratorConfig, slots_for
+from trireme.config.orchestrator import OrchestratorConfig
+from trireme.config.sampling import slots_for
 from trireme.config.section import EnvVars, Section, Seed, merged
 from trireme.config.trainer import TrainerConfig, Vlm
 

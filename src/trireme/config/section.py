@@ -204,7 +204,8 @@ def find(section: type[Section], path: tuple[str, ...]) -> Field | None:
 def merged(table: Any, own: Any) -> Any:
     """Return a table with the keys that another one of its kind gives over its own, tables below key by key.
 
-    One of another `type` stands alone: the keys of one kind mean nothing to another. To merge again changes nothing.
+    One of another `type` replaces the whole table, as the keys of one kind mean nothing to another. To merge again
+    changes nothing.
 
     Example:
         merged(Sampling(temperature=0.7, top_k=20), Sampling(top_k=50))  # Sampling(temperature=0.7, top_k=50)

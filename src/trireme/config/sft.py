@@ -11,7 +11,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from trireme.config.files import files_near
 from trireme.config.inference import InferenceConfig
 from trireme.config.model.folder import looks_local
-from trireme.config.orchestrator import Evaluation, evaluation_problems, sampling_problems
+from trireme.config.orchestrator import Evaluation
+from trireme.config.rules.orchestrator import evaluation_problems
+from trireme.config.rules.sampling import sampling_problems
 from trireme.config.run import AnyRun
 from trireme.config.section import Section
 from trireme.config.trainer import Optimizer, Training

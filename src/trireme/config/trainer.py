@@ -146,9 +146,10 @@ class Tokenizer(Section):
 class Optimizer(Section):
     """`[trainer.optim]`."""
 
-    type: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
+    type: Literal["adamw", "adamw_8bit", "muon", "sgd", "sign_sgd"] = "adamw"
     """AdamW, the same with its moments in 8 bits, Muon (for the layers' matrices, with momentum 0.95; AdamW for the
-    rest), or SGD with momentum `betas[0]`."""
+    rest), SGD with momentum `betas[0]`, or SGD by the sign of the gradient alone, without state: each weight moves by
+    `lr`, whatever `max_norm` is."""
     lr: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate; 0 trains nothing; 1e-6 to 1e-5 for whole models, ten times that for adapters."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -202,8 +203,8 @@ class Checkpoints(Section):
     """Resume from this step's checkpoint; -1 takes the newest complete one. With `resume_from`, of the other run."""
     resume_without: tuple[Literal["optimizer", "scheduler", "data", "progress"], ...] = ()
     """Parts that a run does not take over with `resume_from`: the optimizer's state; the place in the learning rate's
-    schedule, which then begins anew; the place in the data, with difficulty pools, curriculum and baselines; the number
-    of steps, so that this run counts from 0."""
+    schedule, which then begins again; the place in the data, with difficulty pools, curriculum and baselines; the
+    number of steps, so that this run counts from 0."""
 
 
 class Training(Section):

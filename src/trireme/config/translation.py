@@ -23,7 +23,7 @@ KeyPath = tuple[str, ...]  # the parts of a key's path, from the root; items of 
 Settings = dict[str, Any]  # our dotted key -> value
 Rule = Callable[[Any, dict[str, Any]], Settings | str]
 """A function of a key's value and of all that was given in their keys. It returns our keys with their values, or why
-the key has no effect, and raises `Refused` for a value that cannot be had."""
+the key has no effect, and raises `Refused` for a value that has no counterpart."""
 
 _MOST_SHOWN = 60  # characters of a value in a line
 _MOST_NAMES = 5  # times that tables around a key are renamed
@@ -36,9 +36,9 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of one key of another system.
+    """A key of another system, and what becomes of it here.
 
-    In `theirs` and `ours`, `[]` stands behind an array for its items, and `*` for a part that may be anything; a key
+    In `theirs` and `ours`, `[]` behind an array means its items, and `*` for a part that may be anything; a key
     that begins with `*.` is meant in every table. A row of a table holds for all keys below that have no row.
 
     Attributes:
@@ -63,7 +63,7 @@ def refused(theirs: str, words: str, since: str = "") -> Row:
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one key.
+    """A translated key, and what became of it.
 
     Example:
         Line(("ckpt", "interval"), 5, {("trainer", "ckpt", "interval"): 5}, "")

@@ -30,14 +30,14 @@ class Origin(msgspec.Struct, frozen=True):
         Origin("/runs/first", version=50, begins_at=0, manifest="9f…", without=["progress"], schedule_shift=50)
     """
 
-    folder: str  # of the other run, when this one began
-    version: int  # of the checkpoint there
+    folder: str  # the other run's, when this one began
+    version: int  # the number of its checkpoint
     begins_at: int  # version of this run that has these weights: the same number, or 0 without the other's progress
     manifest: str  # SHA-256 of the checkpoint's manifest, and so of all of its files
     without: list[str] = []  # parts that are not taken: optimizer, scheduler, data, progress
     schedule_shift: int = 0  # added to a step, and to `max_steps`, for the learning rate
-    samples: int = 0  # of `sft`: samples that the order of the data has passed
-    state: State = msgspec.field(default_factory=State)  # of `rl`: what the orchestrator continues from
+    samples: int = 0  # samples that the order of the data has passed (`sft`)
+    state: State = msgspec.field(default_factory=State)  # the state from which the orchestrator continues (`rl`)
 
     def checkpoint(self, root: Path) -> Path:
         """Return the folder of the checkpoint in the run that begins from it."""

@@ -79,7 +79,7 @@ def begin(config: RunConfig | SftConfig) -> None:
     config.paths.root.mkdir(parents=True, exist_ok=True)
     write_origin(config.paths.root, origin, checkpoint)
 
-    # Trainer and orchestrator may be started alone, at the same time: whoever came first has written it.
+    # Trainer and orchestrator may be started alone, at the same time. The first of them has written it.
     known = read_origin(config.paths.root)
     assert known is not None
     if (known.manifest, known.begins_at, known.without) != (origin.manifest, origin.begins_at, origin.without):

@@ -10,7 +10,7 @@ import pytest
 from support.runs.real_run import REPOSITORY, SharedEngine, run_apart
 from trireme.base.waiting import Waits
 from trireme.config.inference import InferenceModel
-from trireme.config.orchestrator import Sampling
+from trireme.config.sampling import Sampling
 from trireme.journal.model_turn import Turn
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.rollout.chat import ChatTokenizer

@@ -27,7 +27,7 @@ from trireme.trainer.parallel.shards import open_shards, shard_files, shard_of
 from trireme.trainer.publish.served_weights import served_tensors
 from trireme.trainer.step import base_state
 
-KINDS = ("adamw", "adamw_8bit", "muon", "sgd", "adapters", "iterations")  # the last two with AdamW
+KINDS = ("adamw", "adamw_8bit", "muon", "sgd", "sign_sgd", "adapters", "iterations")  # the last two with AdamW
 SWITCHES = ("adamw becomes adamw_8bit", "adamw_8bit becomes adamw")
 BATCHES: dict[str, Any] = {"capacity": 48, "lengths": [40, 30, 18, 33, 15, 44, 20, 9, 13]}
 """Five rows of at most 48 tokens, so one of two ranks is a row short."""

@@ -17,8 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from support.models.tiny_tokenizer import CHATML, END, LLAMA_3, QWEN_3, SPECIAL, write_tokenizer
 from trireme.base.errors import ConfigError
 from trireme.base.waiting import Waits
-from trireme.config.orchestrator import Environment, Sampling
+from trireme.config.orchestrator import Environment
 from trireme.config.run import RunConfig
+from trireme.config.sampling import Sampling
 from trireme.journal.model_turn import Message, Turn, assistant_message
 from trireme.journal.records import Rollout
 from trireme.orchestrator.engines.pool import PromptTooLong

@@ -12,8 +12,8 @@ from support.models.tiny_tokenizer import QWEN_3, write_tokenizer
 from support.runs.toy_environments import open_toy, running, write
 from trireme.base.errors import DeadlineExceeded
 from trireme.base.waiting import Waits
-from trireme.config.orchestrator import Sampling
 from trireme.config.run import RunConfig
+from trireme.config.sampling import Sampling
 from trireme.journal.model_turn import Turn
 from trireme.journal.records import Rollout
 from trireme.orchestrator.rollout.chat import ChatTokenizer

@@ -8,7 +8,7 @@ from trireme.base.devices import Devices
 from trireme.config.files import ProcessName
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.config.rules import launch_problems, problems
+from trireme.config.rules.check import launch_problems, problems
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 

@@ -26,7 +26,7 @@ from trireme.config.load import load_run_config, read_as
 from trireme.config.orchestrator import Evaluation
 from trireme.config.problems import NOTHING
 from trireme.config.resolve import resolve
-from trireme.config.rules import check
+from trireme.config.rules.check import check
 from trireme.config.run import RunConfig
 from trireme.config.section import Section, find
 from trireme.tools.formats.flat import FLAT, HOSTED, Flat, Hosted

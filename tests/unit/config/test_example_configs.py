@@ -15,7 +15,7 @@ from trireme.algo.model.architecture import architecture_of
 from trireme.base.devices import Devices
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.config.rules import check
+from trireme.config.rules.check import check
 from trireme.config.run import RunConfig
 from trireme.config.section import walk
 from trireme.tools.formats.run_file import read_run_file, resolve_run

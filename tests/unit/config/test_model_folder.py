@@ -16,7 +16,8 @@ from trireme.base.errors import ConfigError
 from trireme.config.load import load_config
 from trireme.config.model.folder import model_launch_problems, num_experts_of, read_config
 from trireme.config.resolve import resolve_sft
-from trireme.config.rules import check_sft, launch_warnings, run_tokenizer_problems
+from trireme.config.rules.check import check_sft, launch_warnings
+from trireme.config.rules.run import run_tokenizer_problems
 from trireme.config.sft import SftConfig, data_files, is_on_a_hub
 from trireme.config.trainer import TrainerModel
 from trireme.inference.server import server_arguments

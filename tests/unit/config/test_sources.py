@@ -9,10 +9,11 @@ from support.runs.resolved_runs import CPU, prefixed, refusals, resolved
 from trireme.base.errors import ConfigError
 from trireme.config.files import ProcessName, read_run, write_process_files, write_run
 from trireme.config.load import load_run_config
-from trireme.config.orchestrator import Advantage, Buffer, LengthPenalty, Sampling, Teacher
+from trireme.config.orchestrator import Advantage, Buffer, LengthPenalty, Teacher
 from trireme.config.resolve import resolve
-from trireme.config.rules import check
+from trireme.config.rules.check import check
 from trireme.config.run import RunConfig
+from trireme.config.sampling import Sampling
 from trireme.config.section import merged
 
 pytestmark = pytest.mark.usefixtures("here")

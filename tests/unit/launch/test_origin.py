@@ -99,12 +99,12 @@ def test_state_continues_where_the_other_run_was_at_its_checkpoint(other, tmp_pa
     ("without", "begins_at", "shift"),
     [((), 4, 0), (("progress",), 0, 4), (("scheduler",), 4, -4), (("scheduler", "progress"), 0, 0)],
 )
-def test_learning_rate_continues_or_begins_anew(other, tmp_path, without, begins_at, shift):
+def test_learning_rate_continues_or_begins_again(other, tmp_path, without, begins_at, shift):
     _, origin = begun(other, tmp_path / "new", *without)
     assert (origin.begins_at, origin.schedule_shift) == (begins_at, shift)
 
 
-def test_run_that_begins_from_one_that_began_from_another_keeps_its_schedule(other, tmp_path):
+def test_third_run_in_a_chain_keeps_its_schedule(other, tmp_path):
     config, _ = begun(other, tmp_path / "second", "progress")  # step 0 here is step 4 of the schedule
     write_run(config, config.paths.run_config)
     for _ in WrittenRun(config).go_on(0, 2):

@@ -13,9 +13,9 @@ from aiohttp.test_utils import TestServer
 
 from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.waiting import Waits
-from trireme.config.orchestrator import MOST_KEPT, Sampling, slots_for
 from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.config.run import RunConfig
+from trireme.config.sampling import MOST_KEPT, Sampling, slots_for
 from trireme.journal.records import Rollout
 from trireme.messages import build_tokens
 from trireme.orchestrator import teacher as module

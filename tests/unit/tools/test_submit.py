@@ -11,7 +11,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve, updated
-from trireme.config.rules import problems
+from trireme.config.rules.check import problems
 from trireme.config.run import RunConfig
 from trireme.tools.cluster.job import find_submission, read_env_files
 from trireme.tools.cluster.nodes import ClusterPlan, plan_nodes

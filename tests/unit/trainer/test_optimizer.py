@@ -15,7 +15,7 @@ from trireme.trainer.checkpoint.state import TrainerState
 from trireme.trainer.model.model import load_model
 from trireme.trainer.optim import state_offload
 from trireme.trainer.optim.muon import orthogonal, rate_of
-from trireme.trainer.optim.optimizer import build_optimizer, lr_factor
+from trireme.trainer.optim.optimizer import build_optimizer, lr_factor, set_lr
 from trireme.trainer.parallel.shards import local_part
 from trireme.trainer.step import optimizer_step
 
@@ -54,7 +54,7 @@ def resumed(kind, folder, tiny_model, world):
     return state
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon", "sgd", "sign_sgd"])
 def test_what_is_resumed_goes_on_to_the_same_bits(kind, saved_by, tiny_model, world):
     folder, content, content_after = saved_by(kind)
     state = resumed(kind, folder, tiny_model, world)
@@ -111,7 +111,10 @@ def test_moments_in_8_bits_and_in_32_go_on_from_each_other(before, after, saved_
     assert formats[0] == formats[1]
 
 
-@pytest.mark.parametrize(("before", "after"), [("adamw_8bit", "muon"), ("sgd", "adamw"), ("muon", "adamw_8bit")])
+OTHERS = [("adamw_8bit", "muon"), ("sgd", "adamw"), ("muon", "adamw_8bit"), ("sgd", "sign_sgd")]
+
+
+@pytest.mark.parametrize(("before", "after"), OTHERS)
 def test_another_kind_of_optimizer_is_refused_with_both_names(before, after, saved_by, tiny_model, world):
     words = f"optimizer is '{before.removesuffix('_8bit')}', and `optim.type` is '{after}'"
     with pytest.raises(ConfigError, match=words):
@@ -126,6 +129,21 @@ def test_moments_in_codes_of_an_earlier_version_are_refused(tiny_model, world, t
     tiny.save(tmp_path, state, world)
     with pytest.raises(ConfigError, match="codes without `ranges`"):
         resumed("adamw_8bit", tmp_path, tiny_model, world)
+
+
+def test_sign_sgd_moves_each_weight_by_the_learning_rate():
+    model = torch.nn.Linear(3, 1)
+    optim = Optimizer(type="sign_sgd", lr=0.5, weight_decay=0.2, betas=(0.1, 0.2))
+    optimizer = build_optimizer(model, optim)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -2.0, 3.0]]))
+        model.bias.fill_(4.0)
+    model.weight.grad, model.bias.grad = torch.tensor([[1e-20, -7.0, 0.0]]), torch.tensor([0.1])
+    set_lr(optimizer, optim, Scheduler(warmup_steps=2), step=0, max_steps=9)  # half of the rate, so decay is 0.05
+    optimizer.step()
+    assert model.weight.tolist() == [pytest.approx([0.95 - 0.25, -1.9 + 0.25, 2.85])]
+    assert model.bias.tolist() == [3.75]
+    assert not optimizer.state
 
 
 def test_orthogonal_update_has_singular_values_near_one():

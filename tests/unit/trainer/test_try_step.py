@@ -40,8 +40,9 @@ def trained(config: RunConfig, world: World, *, tried_at: list[int]) -> tuple[li
     return metrics, content_of(state)
 
 
+KINDS: tuple[Any, ...] = ("adamw_8bit", "muon", "sgd", "sign_sgd")
 WAYS: dict[str, dict[str, Any]] = {
-    **{kind: {"optim": Optimizer(type=kind, lr=1e-3, weight_decay=0.1)} for kind in ("adamw_8bit", "muon", "sgd")},
+    **{kind: {"optim": Optimizer(type=kind, lr=1e-3, weight_decay=0.1)} for kind in KINDS},
     "experts": {"loss": EVERY_TERM, "num_iterations": 2},
     "every term with adapters that drop": {"loss": EVERY_TERM, "model": TrainerModel(lora=Lora(dropout=0.3))},
 }

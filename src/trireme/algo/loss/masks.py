@@ -47,7 +47,7 @@ def ipo(columns: Columns, recipe: Loss) -> TokenLoss:
 
 
 def dppo_tv(columns: Columns, recipe: Loss) -> TokenLoss:
-    """As `ipo`, but a token is dropped only if it has moved far towards where its advantage still pushes it.
+    """Drop a token as `ipo` does, but only if it has moved far towards where its advantage still pushes it.
 
     Dropped where A > 0 and pi - prox > mask_high, or A < 0 and prox - pi > mask_low. DPPO with the binary total
     variation (arXiv 2602.04879); prime-rl's default from April to August 2026 with 0.2 on both sides, there with
@@ -58,7 +58,7 @@ def dppo_tv(columns: Columns, recipe: Loss) -> TokenLoss:
 
 
 def dppo_kl(columns: Columns, recipe: Loss) -> TokenLoss:
-    """As `dppo_tv`, with the binary KL divergence prox log(prox / pi) + (1 - prox) log((1 - prox) / (1 - pi)).
+    """Mask as `dppo_tv`, with the binary KL divergence prox log(prox / pi) + (1 - prox) log((1 - prox) / (1 - pi)).
 
     DPPO with the binary KL (arXiv 2602.04879), as verl's `dppo_kl`; both bounds are 0.05 in verl's recipe.
     """

@@ -20,7 +20,7 @@ OTHERS = ""
 """The name under which the loss of all sources without one of their own is given."""
 
 OF = "@"
-"""Stands between a sum and the source that it is of: a metric's name has none, and its "/" may be in both."""
+"""Separates a sum from the name of its source. A metric's name has none, and "/" may be in both."""
 
 Losses = Mapping[str, tuple[LossFunction, bool]]
 """By source: its loss, and whether its proximal policy is recomputed."""

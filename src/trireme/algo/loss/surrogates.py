@@ -17,7 +17,7 @@ from trireme.algo.columns import MOST_LOG_RATIO, Columns, TokenLoss, times
 from trireme.algo.loss.masks import dppo_kl, dppo_tv, importance, ipo
 from trireme.config.losses import Loss
 
-_ROUNDING = 1e-5  # of a difference of logprobs in float32
+_ROUNDING = 1e-5  # rounding of a difference of logprobs in float32
 _LOG_WEIGHTS = (math.log(1e-8), MOST_LOG_RATIO)
 
 
@@ -63,7 +63,7 @@ def geometric_mean(columns: Columns, recipe: Loss) -> TokenLoss:
 
 
 def clip_cov(columns: Columns, recipe: Loss) -> TokenLoss:
-    """As `clip`, but tokens that `algo/covariance.py` chose count as 0: Clip-Cov (arXiv 2505.22617)."""
+    """Clip as `clip` does, and count tokens that `algo/covariance.py` chose as 0: Clip-Cov (arXiv 2505.22617)."""
     token, chosen = clip(columns, recipe), _restrained(columns)
     value, slope = (torch.where(chosen, 0.0, each) for each in (token.value, token.slope))
     return replace(token, value=value, slope=slope, masked=chosen)

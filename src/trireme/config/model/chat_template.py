@@ -42,6 +42,41 @@ def template_variables(*texts: str) -> frozenset[str]:
     return frozenset().union(*(meta.find_undeclared_variables(environment.parse(text)) for text in texts))
 
 
+OTHER_THINKING = ("<|channel", "[THINK]", "seed:think", "thought", "analysis")
+"""Words of templates whose thinking has other marks than `<think>`."""
+
+
+def keeps_thinking(text: str, given: Mapping[str, Any]) -> bool:
+    """Return whether a template renders what the assistant thought before an earlier answer, in whichever form.
+
+    It does so if it knows of no thinking, as the content is rendered as it is. False if that is not certain.
+
+    Args:
+        given: variables of the template, and special tokens.
+    """
+    if any(word in text for word in OTHER_THINKING):
+        return False
+    turns = [{"content": f"<think>\n{_THOUGHT}\n</think>\n\nb"}]
+    turns += [{"content": "b", "reasoning_content": _THOUGHT}] if "reasoning_content" in text else []
+
+    for turn in turns:
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", **turn}, {"role": "user", "content": "c"}]
+        try:
+            rendered = (
+                template_environment()
+                .from_string(text)
+                .render(**{**given, "messages": talk, "tools": None, "add_generation_prompt": True})
+            )
+        except jinja2.TemplateError:
+            return False
+        if _THOUGHT not in rendered:
+            return False
+    return True
+
+
+_THOUGHT = "what was thought"
+
+
 def unread_variables(request: Mapping[str, Any], variables: frozenset[str]) -> list[str]:
     """Return what a request gives the chat template for nothing (see `template_kwargs_of`)."""
     given = request.get("chat_template_kwargs")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from trireme.base.devices import Devices, detect_devices
+from trireme.base.errors import ConfigError
+from trireme.config.model.tokenizer import has_vocabulary, read_tokenizer
 from trireme.config.translation import Refused, Rule, Settings, value_at
 
 NO_GPU = "this machine shows no GPU"
@@ -256,6 +258,10 @@ def retain_thinking(variables: str) -> Rule:
     def rule(kept: Any, table: dict[str, Any]) -> Settings | str:
         if is_off(kept) or kept == "tool_cycle":  # `preserve_all_thinking = true` of v0.6 is "all"
             return "earlier thinking stays as far as the model's chat template keeps it"
+        if value_of(table, "orchestrator").get("trajectory_strategy") == "branching":
+            return "with `branching`, each turn is trained as the model's chat template renders it"
+        if _template_keeps_thinking(table):
+            return "the model's own chat template keeps earlier thinking"
         name = value_of(table, "orchestrator", "renderer").get("name", "auto")
         for family, (variable, value) in KEEPS_THINKING.items():
             if name.startswith(family):
@@ -267,6 +273,25 @@ def retain_thinking(variables: str) -> Rule:
         )
 
     return rule
+
+
+def _template_keeps_thinking(table: dict[str, Any]) -> bool:
+    """Return whether the template of the model that a table names keeps earlier thinking; False if it is not here."""
+    keys = (("trainer", "tokenizer"), ("trainer", "model"), ("tokenizer",), ("model",))
+    name = next((found for key in keys if (found := value_at(table, (*key, "name")))), None)
+    if not isinstance(name, str) or not has_vocabulary(Path(name)):
+        return False
+
+    # Imported late: most files ask for no template, and need no jinja2 here.
+    from trireme.config.model.chat_template import keeps_thinking
+
+    variables = value_at(table, ("orchestrator", "sampling", "chat_template_kwargs"))
+    try:
+        opened = read_tokenizer(name, Path(name))
+    except ConfigError:  # other rules report it
+        return False
+    given = opened.special_tokens | (variables if isinstance(variables, dict) else {})
+    return all(keeps_thinking(text, given) for text in opened.templates.values())
 
 
 KEEPS_THINKING = {

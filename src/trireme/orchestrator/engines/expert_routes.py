@@ -16,7 +16,7 @@ import numpy as np
 from trireme.algo.model.architecture import experts_used
 from trireme.base.errors import ConfigError
 from trireme.config.model.folder import NUM_EXPERTS, num_experts_of
-from trireme.config.rules import REPLAY
+from trireme.config.rules.engine import REPLAY
 from trireme.config.run import RunConfig
 from trireme.messages import Routed
 from trireme.orchestrator.engines.responses import BadAnswer, Choice

@@ -28,7 +28,7 @@ from trireme.algo.pictures import collapse
 from trireme.base.errors import DeadlineExceeded, EngineRefused, PeerDied, message_of
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
-from trireme.config.orchestrator import is_cut
+from trireme.config.sampling import is_cut
 from trireme.journal.model_turn import Turn
 from trireme.messages import Picture
 from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session, words_of

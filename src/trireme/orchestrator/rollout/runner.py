@@ -15,8 +15,9 @@ from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
-from trireme.config.orchestrator import Sampling, sampling_notes
+from trireme.config.rules.sampling import sampling_notes
 from trireme.config.run import RunConfig
+from trireme.config.sampling import Sampling
 from trireme.journal.pictures import PictureFiles, pictures_folder, rules_of_model
 from trireme.journal.records import Rollout
 from trireme.journal.turns import RolloutLog, newest_attempts, turns_file
@@ -100,7 +101,7 @@ class RolloutRunner:
         self._newest_attempts = {} if self.journal is None else newest_attempts(self.journal)
         self.writers = ThreadPoolExecutor(WRITERS, "turns")  # makes a thread when it needs one
         self.max_model_len = config.inference.model.max_model_len or config.seq_len
-        self.num_top_logprobs = config.num_top_logprobs  # of each token, for the loss
+        self.num_top_logprobs = config.num_top_logprobs  # likeliest tokens per position, for the loss
 
         self.reader = TurnReader(config.inference.model, self.tokenizer, self.pool)
         self.model = config.trainer.tokenizer.name or config.model.name

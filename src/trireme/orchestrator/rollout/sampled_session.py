@@ -12,7 +12,7 @@ import jinja2
 
 from trireme.base.errors import ConfigError, TriremeError
 from trireme.base.faults import reach
-from trireme.config.orchestrator import Sampling
+from trireme.config.sampling import Sampling
 from trireme.journal.model_turn import Turn
 from trireme.journal.records import Rollout
 from trireme.journal.targets import num_sampled

@@ -14,16 +14,8 @@ from typing import Any
 
 from trireme.base.log import get_logger
 from trireme.config.model.chat_template import unread_variables
-from trireme.config.orchestrator import (
-    MOST_KEPT,
-    OF_TEMPLATE,
-    OTHER_NAMES,
-    Sampling,
-    distorting,
-    is_cut,
-    slots_for,
-    template_kwargs_of,
-)
+from trireme.config.rules.sampling import OTHER_NAMES, distorting
+from trireme.config.sampling import MOST_KEPT, OF_TEMPLATE, Sampling, is_cut, slots_for, template_kwargs_of
 
 log = get_logger("rollouts")
 

@@ -47,7 +47,7 @@ class Session:
 
     task: RunTask
     ask: AskPolicy | None = None  # the script; None if `answer` is another one
-    forget: Callable[[], None] = lambda: None  # tells the script that it begins again
+    forget: Callable[[], None] = lambda: None  # lets the script begin again
     log: RolloutLog | None = None  # its turns on disk, and the requests of a program that may outlive this process
     timeout_s: float = 3600.0  # `rollout_timeout_s`, which the environment fills in
     play: Callable[[Ask], Coroutine[Any, Any, Reply]] | None = None

@@ -25,7 +25,8 @@ from trireme.config.arguments import HELP, count, mark_file
 from trireme.config.files import to_toml, toml_value
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve, updated
-from trireme.config.rules import check, file_problems, problems
+from trireme.config.rules.check import check, problems
+from trireme.config.rules.machines import file_problems
 from trireme.config.run import RunConfig
 from trireme.config.section import find
 from trireme.launch.folder import check_folder

@@ -15,11 +15,13 @@ import httpx
 
 from trireme.base.network import is_here
 from trireme.base.token import TOKEN, bearer, token
-from trireme.config import rules
 from trireme.config.files import PROCESSES, ProcessName
 from trireme.config.model.folder import config_file
 from trireme.config.model.weights import weights_problems
 from trireme.config.resolve import KNOWN_PORTS, resolve
+from trireme.config.rules import machines
+from trireme.config.rules.check import launch_problems, problems
+from trireme.config.rules.run import run_tokenizer_problems
 from trireme.config.run import RunConfig, place_of
 from trireme.tools.doctor.finding import Case, Finding, about, from_error, ok, problem, skipped, warning
 
@@ -48,14 +50,14 @@ def listeners_of(case: Case) -> list[tuple[str, str, int, RunConfig]]:
     return [
         (key, host, port, config)
         for config, process in commands_of(case)
-        for key, host, port in rules.ports(config)
+        for key, host, port in machines.ports(config)
         if port and (is_here(host) or not host)
-        if process in (None, rules.PORTS[key][0])
+        if process in (None, machines.PORTS[key][0])
     ]
 
 
 def port_problems(case: Case) -> list[str]:
-    found = [words for key, _, _, config in listeners_of(case) for words in rules.port_problems(config, key)]
+    found = [words for key, _, _, config in listeners_of(case) for words in machines.port_problems(config, key)]
     return list(dict.fromkeys(found))
 
 
@@ -72,13 +74,13 @@ def check_configuration(case: Case) -> Iterator[Finding]:
     """Report every rule that a command would refuse, except those about ports, models and environments: these have
     checks of their own."""
     # other checks of the doctor report these in their own words
-    others = {*port_problems(case), *rules.file_problems(case.config), *rules.run_tokenizer_problems(case.config)}
+    others = {*port_problems(case), *machines.file_problems(case.config), *run_tokenizer_problems(case.config)}
     if (name := case.config.trainer.model.name) and (file := config_file(name)):
         others |= {*weights_problems(file.parent)}
     found = [
         words
         for config, process in commands_of(case)
-        for rule in (rules.problems, rules.launch_problems)
+        for rule in (problems, launch_problems)
         for words in rule(config, case.devices, section=process)
         if words not in others
     ]

@@ -12,7 +12,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.model.folder import check_model, config_file, looks_local
 from trireme.config.model.tokenizer import room_problem
 from trireme.config.model.weights import INDEX, QUICK_BYTES, find_weights, read_tensors, weights_problems
-from trireme.config.rules import launch_warnings
+from trireme.config.rules.check import launch_warnings
 from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.tools.doctor.finding import Case, Finding, about, from_error, ok, problem, warning
 

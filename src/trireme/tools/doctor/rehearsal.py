@@ -19,7 +19,7 @@ from trireme.base.processes import die_with_parent, last_lines
 from trireme.config.files import write_run
 from trireme.config.orchestrator import Buffer, Environment, Filters
 from trireme.config.resolve import resolve, updated
-from trireme.config.rules import problems
+from trireme.config.rules.check import problems
 from trireme.config.run import Console, Hosts, Ports, RunConfig, Supervisor
 from trireme.config.trainer import Checkpoints
 from trireme.monitor.metrics import read_metrics

@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 
 from trireme.base.token import token
-from trireme.config.orchestrator import Environment, Evaluation, Sampling, template_fallback
+from trireme.config.orchestrator import Environment, Evaluation
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
+from trireme.config.sampling import Sampling, template_fallback
 from trireme.config.section import Section, Seed
 from trireme.tools.policies.endpoint_file import find_key
 

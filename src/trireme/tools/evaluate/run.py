@@ -23,8 +23,8 @@ from trireme.config.arguments import json_table, positive_int
 from trireme.config.files import to_table, to_toml
 from trireme.config.load import read_as
 from trireme.config.orchestrator import Environment as EnvironmentConfig
-from trireme.config.orchestrator import Sampling
 from trireme.config.resolve import updated
+from trireme.config.sampling import Sampling
 from trireme.launch.folder import hold_folder
 from trireme.orchestrator.environments.pool import Environment
 from trireme.tools import progress

@@ -20,10 +20,11 @@ from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.base.paths import atomic_write
-from trireme.config.orchestrator import Sampling, evaluation_problems
 from trireme.config.problems import raise_together
 from trireme.config.resolve import updated
+from trireme.config.rules.orchestrator import evaluation_problems
 from trireme.config.run import RunConfig
+from trireme.config.sampling import Sampling
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.environments.venv import find_environment
 from trireme.orchestrator.evaluation.results import EvalResult, EvalResultsFile, evaluation_metrics

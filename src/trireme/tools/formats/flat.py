@@ -8,8 +8,9 @@ from typing import Annotated
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from trireme.base.devices import Devices
-from trireme.config.orchestrator import Environment, Sampling
+from trireme.config.orchestrator import Environment
 from trireme.config.run import RunConfig, Wandb
+from trireme.config.sampling import Sampling
 from trireme.config.section import Section
 from trireme.config.translation import Refused, Settings
 from trireme.tools.formats.translation import Format, To, on_gpus

@@ -110,7 +110,7 @@ def _given(typed: argparse.Namespace) -> Table:
 
 
 def translate_script(script: Script) -> tuple[Translated, list[str]]:
-    """Return the run in our keys, and all that cannot be read or cannot be had."""
+    """Return the run in our keys, and all that cannot be read or is not supported."""
     table = script.table | script.given
     if script.kind == "grpo":
         script.slice.add(script.parameters.get("train_dataset"), script.parameters.get("reward_funcs"))
@@ -199,7 +199,7 @@ def write_files(script: Script, made: Translated, folder: Path, *, overwrite: bo
 
 def program_text(script: Script, folder: Path) -> str:
     """Return the file with the script's data preparation and reward functions."""
-    beside = os.path.relpath(script.program.path.resolve().parent, folder.resolve())
+    source = os.path.relpath(script.program.path.resolve().parent, folder.resolve())
     parts = {name: ast.unparse(node) for name, node in script.parameters.items()}
     evaluates = (script.table | script.given).get("eval_strategy", "no") != "no"
     carried = script.slice.text()
@@ -213,7 +213,7 @@ def program_text(script: Script, folder: Path) -> str:
         text=script.table.get("dataset_text_field", "text"),
     )
     if script.slice.neighbours:
-        place = f"import sys\nfrom pathlib import Path\n\nsys.path.insert(0, str(Path(__file__).parent / {beside!r}))\n"
+        place = f"import sys\nfrom pathlib import Path\n\nsys.path.insert(0, str(Path(__file__).parent / {source!r}))\n"
         text = text.replace(carried, place + carried, 1)
     return text
 

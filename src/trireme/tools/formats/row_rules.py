@@ -40,7 +40,7 @@ def guarded(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def only(*values: Any, instead: str) -> Rule:
-    """Return a rule for a key that means nothing at these values, and cannot be had at others."""
+    """Return a rule for a key that means nothing at these values, and is not supported at others."""
 
     def rule(value: Any, table: Table) -> str:
         if value not in values:

@@ -14,7 +14,7 @@ from trireme.config.load import knows, read_as, read_with_lines
 from trireme.config.reference import help_text
 from trireme.config.resolve import resolve
 from trireme.config.rows.rules import on_machine
-from trireme.config.rules import check
+from trireme.config.rules.check import check
 from trireme.config.run import RunConfig
 from trireme.config.section import Section
 from trireme.config.translation import their_keys_named

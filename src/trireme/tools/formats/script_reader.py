@@ -44,7 +44,7 @@ INSTEAD = {
     **{"quantization_config": "adapters in bfloat16", "compute_loss_func": 'an own loss: trainer.loss.type = "custom"'},
     "formatting_func": "the dataset's `map` with it",
 }
-"""Parameters of the trainers that cannot be had, and what comes nearest."""
+"""Parameters of the trainers that are not supported, and what comes nearest."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ def read_script(path: Path, words: list[str], given: Table) -> Script:
     for name, value in parameters.items():
         is_none = isinstance(value, ast.Constant) and value.value is None
         if name in INSTEAD and not is_none and "get_quantization_config" not in ast.unparse(value):
-            unread.append(f"line {value.lineno}: `{name}` cannot be had - expected {INSTEAD[name]}. Remove it.")
+            unread.append(f"line {value.lineno}: `{name}` is not supported - expected {INSTEAD[name]}. Remove it.")
         elif name in HARMLESS:
             script.notes.append(f"line {value.lineno}: `{name}` is left out")
     script.weights = (given.get("reward_weights") or table.get("reward_weights")) if kind == "grpo" else None
@@ -129,7 +129,7 @@ class Reader:
 
     @property
     def frozen(self) -> dict[str, dict[str, Any]]:
-        """What the parser of the command line returned, by the names that it was given."""
+        """The values that the parser of the command line returned, by the names that the script gave them."""
         stored = (
             node.id
             for statement in [*self.program.module, *self.program.function]
@@ -225,7 +225,7 @@ class Reader:
                     table |= self.read(ADAPTERS[each.arg], each.value)
                 elif each.arg not in ("bias", "inference_mode"):
                     self.unread.append(
-                        f"line {each.value.lineno}: `{each.arg}` of LoraConfig cannot be had. Remove it."
+                        f"line {each.value.lineno}: `{each.arg}` of LoraConfig is not supported. Remove it."
                     )
             return table
         is_of_parser = isinstance(made, ast.Call) and name_of(made.func).endswith("get_peft_config")
@@ -237,7 +237,7 @@ class Reader:
         return {}
 
     def resolved(self, node: ast.AST | None) -> ast.AST | None:
-        """Return the expression that a name stands for; None if it cannot be told."""
+        """Return the expression that a name stands for; None if it is not known."""
         try:
             while isinstance(node, ast.Name):
                 node = self.program.binding(node)

@@ -83,7 +83,7 @@ class Slice:
                 lines.append(ast.unparse(shorter))
             return "\n".join(lines)
 
-        # The text as it stands keeps comments; it counts only if it means the same without its indentation.
+        # The text itself keeps comments; it counts only if it means the same without its indentation.
         first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))])
         text = textwrap.dedent("\n".join(self.program.source.splitlines()[first - 1 : statement.end_lineno]))
         try:

@@ -48,7 +48,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a parser of the command line returns: values by name, of one class of it.
+    """Values by name that a parser of the command line returns for one of its classes.
 
     Example:
         Parsed("GRPOConfig", {"learning_rate": 1e-5})

@@ -98,7 +98,7 @@ class Translation:
     table: dict[str, Any]  # nested tables, as our TOML is read
     notes: tuple[str, ...] = ()  # a line for each key, with what became of it
     env_files: tuple[Path, ...] = ()  # files of environment variables that the run is to have
-    lines: tuple[Line, ...] = ()  # what became of each key that sets something, for messages
+    lines: tuple[Line, ...] = ()  # each key that sets something, with what became of it, for messages
 
 
 def as_toml(translation: Translation) -> str:

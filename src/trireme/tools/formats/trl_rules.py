@@ -1,4 +1,4 @@
-"""What becomes of the keys of TRL whose values have to be computed.
+"""Rules for the keys of TRL whose values have to be computed.
 
 Each rule gets a value and the whole table of keys, with TRL's defaults. TRL counts completions per process, and steps
 of the optimizer.

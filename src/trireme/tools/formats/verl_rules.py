@@ -1,4 +1,4 @@
-"""What becomes of the keys of verl whose values have to be computed.
+"""Rules for the keys of verl whose values have to be computed.
 
 Each rule gets a value and the whole table of keys, with verl's defaults. verl counts prompts, and splits a batch into
 mini-batches with a step of the optimizer for each.
@@ -132,7 +132,7 @@ def set_loss(value: str, table: Table) -> Settings | str:
 
 
 def set_normalize(value: str, table: Table) -> Settings | str:
-    if of(table, f"{ACTOR}.policy_loss.loss_mode") in ("sapo", "geo_mean"):  # which have their own there
+    if of(table, f"{ACTOR}.policy_loss.loss_mode") in ("sapo", "geo_mean"):  # verl normalizes these by sample
         return {"trainer.loss.normalize": "sequence"}
     if value not in NORMALISATIONS:
         raise Refused(f"expected one of {', '.join(NORMALISATIONS)}. Take the nearest.")

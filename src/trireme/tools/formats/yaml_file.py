@@ -26,12 +26,12 @@ _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers such as `1e-6`, which YAML 1.1 takes for text, and refuses keys that stand twice."""
+    """Reads numbers such as `1e-6`, which YAML 1.1 takes for text, and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"the key `{twice}` stands twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"the key `{twice}` is there twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -114,7 +114,7 @@ def resolve_interpolations(table: dict[str, Any], defaults: dict[str, Any], wher
         return new if new == value else text(new, path, depth + 1)
 
     def look_up(name: str, path: tuple[str, ...]) -> Any:
-        """Return the value of what stands between the braces, seen from a key."""
+        """Return the value of the expression between the braces, seen from a key."""
         kind, colon, rest = name.partition(":")
         key, comma, fallback = (rest if colon else name).partition(",")
         key = key.strip()

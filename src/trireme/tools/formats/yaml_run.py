@@ -46,7 +46,7 @@ def is_yaml_run(argv: list[str]) -> bool:
 def read_yaml_run(argv: list[str]) -> tuple[RunConfig, Invocation]:
     """Return the run, and the flags of the command itself, with what became of each key.
 
-    Raises: ConfigError with all keys that cannot be had, or that are wrong; SystemExit(0) after `--print-config`.
+    Raises: ConfigError with all keys that are not supported or wrong; SystemExit(0) after `--print-config`.
     """
     overrides = [word for word in argv if OVERRIDE.fullmatch(word)]
     arguments = parse_arguments([word for word in argv if word not in overrides])
@@ -103,7 +103,7 @@ def translate_verl(table: dict[str, Any], overrides: list[str], where: str) -> T
 
 
 def _check_composition(value: Any, where: str) -> None:
-    """Refuse a list of Hydra's that takes in files beside verl's own. Raises: ConfigError that names it."""
+    """Refuse a list of Hydra's that takes in files besides verl's own. Raises: ConfigError that names it."""
     for entry in value if isinstance(value, list) else [value]:
         if entry not in ("_self_", "ppo_trainer"):
             raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from trireme.config.inference import InferenceConfig
-from trireme.config.orchestrator import Sampling
+from trireme.config.sampling import Sampling
 from trireme.config.section import Section, Seed
 
 

@@ -22,7 +22,8 @@ from trireme.config.model.folder import architecture_problems, looks_local
 from trireme.config.orchestrator import Source
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve, resolve_sft, updated
-from trireme.config.rules import check, check_sft, served_model_problems
+from trireme.config.rules.check import check, check_sft
+from trireme.config.rules.engine import served_model_problems
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
 from trireme.config.trainer import TrainerModel

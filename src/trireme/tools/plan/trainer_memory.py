@@ -28,7 +28,7 @@ from trireme.tools.plan.engine_memory import Parts, digest_bytes
 from trireme.tools.plan.sizes import BYTES
 
 MASTER_BYTES = 4  # bytes of a parameter that is trained, and of its gradient: float32
-MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 3 * 4 / 128, "muon": 4.0, "sgd": 4.0}
+MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 3 * 4 / 128, "muon": 4.0, "sgd": 4.0, "sign_sgd": 0.0}
 """Bytes of the optimizer's state per parameter. In 8 bits, 3 float32 numbers for every 128 values are included."""
 ALL_LINEAR = "all-linear"
 
@@ -47,7 +47,7 @@ class Training:
     shards: int = 1
     rows: int = 2  # rows of a rank per update; from the second on, it holds the gradients of those before
     frozen_bytes: int = 2  # bytes of a parameter that is not trained, in the precision of the computation
-    optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd", "sign_sgd"] = "adamw"
     offloads_state: bool = False  # the optimizer's, to CPU memory
     trained_whole: int = 0  # parameters of modules that are trained besides adapters
     has_reference: bool = False

@@ -16,16 +16,12 @@ from trireme.base.processes import free_port
 from trireme.base.waiting import Waits
 from trireme.config.model.chat_template import unread_problems
 from trireme.config.model.folder import longest_context, read_config
-from trireme.config.orchestrator import (
-    Sampling,
-    environment_template_kwargs,
-    sampling_problems,
-    template_problems,
-)
 from trireme.config.problems import raise_together
 from trireme.config.resolve import resolve, updated
-from trireme.config.rules import check_launch
+from trireme.config.rules.check import check_launch
+from trireme.config.rules.sampling import environment_template_kwargs, sampling_problems, template_problems
 from trireme.config.run import RunConfig
+from trireme.config.sampling import Sampling
 from trireme.config.trainer import Vlm
 from trireme.journal.pictures import rules_of_model
 from trireme.journal.records import Rollout

@@ -1,12 +1,13 @@
 """The state that a trainer rank changes, and all its tensors that a checkpoint must restore.
 
 `tensors_of` names everything that is in a checkpoint; writing and reading follow from it. AdamW and its 8-bit form load
-each other's moments, encoding or decoding them. Other optimizers load only their own.
+each other's moments, encoding or decoding them. Other optimizers load only their own; `sign_sgd` has none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,7 @@ from trireme.trainer.model.loading import untrained_of
 from trireme.trainer.model.lora import adapters_of, is_adapter
 from trireme.trainer.model.reference import Reference
 from trireme.trainer.optim.adamw_8bit import MOMENTS, RANGE, AdamW8bit, in_eight_bits, in_float32
+from trireme.trainer.optim.sign_sgd import SignSgd
 from trireme.trainer.parallel.shards import StoredShards
 
 MODEL, REFERENCE, OPTIMIZER = "model", "reference", "optimizer"
@@ -142,18 +144,27 @@ def _load_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer, st
 
     # Learning rate and betas are not restored: they follow from the configuration.
     for group in optimizer.param_groups:
-        has_momentum = isinstance(optimizer, torch.optim.SGD) or group.get("is_hidden")
+        expected, possible = _keys_of(optimizer, group)
         for parameter in group["params"]:
             if remembered := saved.get(names[id(parameter)]):
-                if not ({MOMENTUM} if has_momentum else set(MOMENTS)) <= remembered.keys():
+                if not expected <= remembered.keys() or not possible:
                     raise _another_kind(optimizer, saved)
-                if strange := remembered.keys() - ({MOMENTUM} if has_momentum else {*MOMENTS, RANGE, "step"}):
+                if strange := remembered.keys() - possible:
                     raise ConfigError(
                         f"The checkpoint holds {OPTIMIZER}.{min(strange)}.{names[id(parameter)]}, for which "
                         f"{type(optimizer).__name__} has no place - expected {OPTIMIZER} states of the same kind. "
                         "Resume from another step, or begin a new run with the weights of this one as `model.name`."
                     )
                 optimizer.state[parameter] = _as_held(remembered, parameter, optimizer)
+
+
+def _keys_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Return the keys that a parameter's state in this group must have, and all that it may have."""
+    if isinstance(optimizer, SignSgd):
+        return set(), set()
+    if isinstance(optimizer, torch.optim.SGD) or group.get("is_hidden"):
+        return {MOMENTUM}, {MOMENTUM}
+    return set(MOMENTS), {*MOMENTS, RANGE, "step"}
 
 
 def _read_optimizer(parameters: dict[str, torch.nn.Parameter], stored: StoredShards) -> dict[str, Remembered]:
@@ -194,7 +205,9 @@ def _as_held(remembered: Remembered, parameter: torch.Tensor, optimizer: torch.o
 def _another_kind(optimizer: torch.optim.Optimizer, saved: dict[str, Remembered]) -> ConfigError:
     keys = {key for remembered in saved.values() for key in remembered}
     theirs = ("muon" if keys & set(MOMENTS) else "sgd") if MOMENTUM in keys else "adamw"
-    ours = type(optimizer).__name__.lower().replace("adamw8bit", "adamw_8bit")
+    kinds = {"adamw8bit": "adamw_8bit", "signsgd": "sign_sgd"}
+    ours = type(optimizer).__name__.lower()
+    ours = kinds.get(ours, ours)
     return ConfigError(
         f"The checkpoint's optimizer is {theirs!r}, and `optim.type` is {ours!r} - the same was expected (or "
         f"'adamw' and 'adamw_8bit', which load each other's moments) - set `optim.type = {theirs!r}`, or begin a "

@@ -120,7 +120,7 @@ class Scorer:
         # Each rank of a team runs the head on the tokens that it holds only.
         part = self.team.part_of(row.tokens.length)
         is_ours = before // part.size == self.team.rank
-        # Without a gradient, nobody asks for the logprobs of the likeliest tokens.
+        # The logprobs of the likeliest tokens are needed for a gradient only.
         targets = targets_at(row, places[is_ours], device)
         if row.tokens.top_logprobs is not None and torch.is_grad_enabled():
             targets = targets._replace(top=top_at(row.tokens.top_logprobs, places, device)[0][:, is_ours])

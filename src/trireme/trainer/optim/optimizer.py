@@ -11,6 +11,7 @@ from trireme.base.log import get_logger
 from trireme.config.trainer import Optimizer, Scheduler
 from trireme.trainer.optim.adamw_8bit import AdamW8bit
 from trireme.trainer.optim.muon import Muon
+from trireme.trainer.optim.sign_sgd import SignSgd
 from trireme.trainer.optim.state_offload import with_offload
 
 log = get_logger("optim")
@@ -44,6 +45,8 @@ def _build(model: torch.nn.Module, config: Optimizer) -> torch.optim.Optimizer:
         case "sgd":
             groups = _groups(trained, config.weight_decay)
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0])
+        case "sign_sgd":
+            return SignSgd(_groups(trained, config.weight_decay), lr=config.lr)
         case "muon":
             # Embeddings and head, whose rows belong to single tokens: they are no linear maps.
             tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
@@ -89,7 +92,10 @@ def set_lr(
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = optim.weight_decay if group["decays"] else 0.0
-        group |= {"momentum": optim.betas[0]} if "betas" not in group else {"betas": optim.betas, "eps": optim.eps}
+        if "betas" in group:
+            group |= {"betas": optim.betas, "eps": optim.eps}
+        elif "momentum" in group:
+            group["momentum"] = optim.betas[0]
     return lr
 
 

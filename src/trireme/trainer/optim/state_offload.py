@@ -17,7 +17,7 @@ from trireme.trainer.parallel.shards import local_part
 
 
 class OffloadsState(torch.optim.Optimizer):
-    """What `with_offload` adds to an optimizer, whose own class comes after this one."""
+    """Steps in chunks with state in CPU memory. `with_offload` puts this class in front of an optimizer's own."""
 
     param_groups: list[dict[str, Any]]
     _host: dict[torch.Tensor, dict[str, torch.Tensor]]  # pinned buffers by parameter and key, allocated once

@@ -1,6 +1,7 @@
 """Files and flags of prime-rl mean here what they mean there, or are refused under their own names."""
 
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from trireme.config.load import load_config
 from trireme.config.resolve import resolve
 from trireme.config.rows.by_command import rows_for
 from trireme.config.rows.rules import on_machine
-from trireme.config.rules import check
+from trireme.config.rules.check import check
 from trireme.config.run import RunConfig
 from trireme.config.section import find
 from trireme.config.sft import SftConfig
@@ -190,6 +191,29 @@ def test_flag_means_the_same_here(flags, ours):
 
 
 @pytest.mark.parametrize(
+    ("template", "flags", "said"),
+    [
+        ("{{ m.content }}", "", "keeps earlier thinking"),
+        ("{{ m.content.split('</think>')[-1] }}", "", None),
+        ("{{ m.content }}{% if keep %}{{ m.reasoning_content }}{% endif %}", "", None),
+        ("{{ m.content.split('<|channel|>final')[-1] }}", "", None),  # a form that is not tried
+        ("{{ m.content.split('</think>')[-1] }}", "--orchestrator.trajectory-strategy branching", "`branching`"),
+    ],
+)
+def test_thinking_is_retained_if_the_configured_template_keeps_it(template, flags, said, tiny_model, tmp_path):
+    """The model may be named by a flag, which comes after the file that asks for it."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(f"{{% for m in messages %}}{template}{{% endfor %}}")
+    text, flags = 'renderer.thinking_retention = "all"', f"{flags} --model.name {model}"
+    text = f"[orchestrator]\n{text}"
+    if said is None:
+        assert "thinking_retention" in refusal(text, flags)
+    else:
+        _, invocation = load(text, flags)
+        assert said in invocation.without_effect
+
+
+@pytest.mark.parametrize(
     ("text", "key", "nearest"),
     [
         ('[orchestrator.algo]\ntype = "echo"', "orchestrator.algo", "grpo"),
@@ -203,7 +227,6 @@ def test_flag_means_the_same_here(flags, ours):
         ("[orchestrator.renderer]\nmax_width = 3", "orchestrator.renderer.max_width", "chat_template_kwargs"),
         ("trainer.model.quantization = { type = 'fp8' }", "trainer.model.quantization", "inference.args"),
         ("trainer.model.debug.num_layers = 2", "trainer.model.debug.num_layers", "Remove it"),
-        ("trainer.optim.type = 'sign_sgd'", "trainer.optim.type", "sgd"),
         ("trainer.data.fake.batch_size = 2", "trainer.data", "Remove it"),
         ("trainer.max_concurrent_runs = 2", "trainer.max_concurrent_runs", "Start one for each"),
         ("orchestrator.client.base_url = ['http://h:1/v1']", "orchestrator.client.base_url", "hosts.inference"),
@@ -213,7 +236,7 @@ def test_flag_means_the_same_here(flags, ours):
         ("orchestrator.buffer.easy_fraction = 0.1", "orchestrator.buffer.easy_fraction", "easy_weight"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_its_name(text, key, nearest):
+def test_key_without_counterpart_is_refused_by_its_name(text, key, nearest):
     said = refusal(text)
     assert f"theirs.toml: `{key} = " in said
     assert nearest in said

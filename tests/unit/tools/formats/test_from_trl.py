@@ -13,7 +13,7 @@ from support.runs.resolved_runs import CPU
 from trireme.base.errors import ConfigError
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
-from trireme.config.rules import problems
+from trireme.config.rules.check import problems
 from trireme.tools.formats.from_trl import command
 from trireme_worker.loading import load_adapter
 from trireme_worker.plain import PlainAdapter

@@ -10,7 +10,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.load import load_run_config, read_as
 from trireme.config.resolve import resolve
-from trireme.config.rules import problems
+from trireme.config.rules.check import problems
 from trireme.config.run import RunConfig
 from trireme.tools.formats.flat import FLAT as FLAT_FORMAT
 from trireme.tools.formats.flat import HOSTED as HOSTED_FORMAT

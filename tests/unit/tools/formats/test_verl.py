@@ -14,7 +14,7 @@ from support.runs.resolved_runs import CPU, value_at
 from trireme.base.errors import ConfigError
 from trireme.cli.rl import rl
 from trireme.config.resolve import resolve
-from trireme.config.rules import problems
+from trireme.config.rules.check import problems
 from trireme.config.run import RunConfig
 from trireme.config.section import find
 from trireme.config.translation import merged, translate

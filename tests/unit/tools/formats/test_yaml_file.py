@@ -19,7 +19,7 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path):
     [
         ("a: !!python/object/apply:os.system ['touch was_run']", "python/object"),
         ("a: &x [1]\nb: *x", "aliases"),
-        ("a: 1\na: 2", "`a` stands twice"),
+        ("a: 1\na: 2", "`a` is there twice"),
         ("- 1\n- 2", "holds list"),
         ("a: [", "not YAML"),
         ("x" * (MOST_BYTES + 1), f"at most {MOST_BYTES}"),

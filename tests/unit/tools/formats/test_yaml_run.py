@@ -9,7 +9,7 @@ import pytest
 from support.runs.resolved_runs import CPU
 from trireme.base.errors import ConfigError
 from trireme.config.resolve import resolve
-from trireme.config.rules import problems
+from trireme.config.rules.check import problems
 from trireme.tools.formats.environments.trl_rows import find_reward, load_environment
 from trireme.tools.formats.yaml_run import TRL_ROWS, read_yaml_run
 

@@ -11,7 +11,7 @@ from support.runs.resolved_runs import refusals, resolved
 from trireme.algo.model.chips import CHIPS, GIB
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
-from trireme.config.rules import launch_problems
+from trireme.config.rules.check import launch_problems
 from trireme.tools.plan.estimate import Estimate
 from trireme.tools.plan.machine import describe_machine, find_chip
 from trireme.tools.plan.plan import command as plan

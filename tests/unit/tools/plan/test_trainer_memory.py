@@ -37,7 +37,7 @@ def test_the_state_of_each_optimizer_by_hand_and_what_halves_a_row_saves():
     training = Training(QWEN, Pass(8192, 4, "sdpa"))
     matrices = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
     others = QWEN.num_parameters - matrices  # muon leaves them to AdamW
-    sizes = {"adamw": 8, "adamw_8bit": 2 + 12 / 128, "sgd": 4}
+    sizes = {"adamw": 8, "adamw_8bit": 2 + 12 / 128, "sgd": 4, "sign_sgd": 0}
     expected = {name: size * QWEN.num_parameters for name, size in sizes.items()} | {"muon": 4 * matrices + 8 * others}
     for optimizer, size in expected.items():
         assert 2 * replace(training, optimizer=optimizer, shards=2).optimizer_bytes == pytest.approx(size)

@@ -14,7 +14,7 @@ from trireme.cli.machines import join_network, node_of, torchrun_arguments
 from trireme.config.files import PROCESSES, ProcessName
 from trireme.config.load import Invocation, load_run_config
 from trireme.config.resolve import resolve
-from trireme.config.rules import launch_problems, problems
+from trireme.config.rules.check import launch_problems, problems
 from trireme.config.run import NODE, RunConfig, find_node
 
 SECRET = "a-token-for-tests-0123456789"

@@ -14,13 +14,13 @@ from trireme.config import inference, trainer
 from trireme.config.files import read_run, write_run
 from trireme.config.losses import RECIPES, SURROGATE_KEYS, Loss, has_ratio, resolve_loss
 from trireme.config.model.folder import looks_local
-from trireme.config.orchestrator import sampling_notes
-from trireme.config.rules import check, launch_problems
+from trireme.config.rules.check import check, launch_problems
+from trireme.config.rules.sampling import sampling_notes
 from trireme.config.run import RunConfig
 from trireme.config.trainer import Optimizer, optim_launch_problems
 
 pytestmark = pytest.mark.usefixtures("here")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SAMPLED = " --eval.sampling.temperature 1.0"
 WSD = "--scheduler.type wsd --scheduler.warmup-steps"
 MASK = "--inference.args.return-sampling-mask true"
@@ -350,7 +350,7 @@ def test_overridden_loss_option_sets_the_defaults_of_its_own_keys(flags, expecte
 
 
 def test_the_documentation_has_every_recipe_with_its_values_and_every_key():
-    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "algorithms.md").read_text()
     recipes = page.partition("\n### Recipes\n")[2].partition("\n### ")[0]
     rows = {line.split("|")[1].strip(): line for line in recipes.splitlines() if line.startswith("| `")}
     recipes = {name: resolve_loss(Loss(type=name), length=1) for name in RECIPES}

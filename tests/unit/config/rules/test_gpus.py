@@ -9,7 +9,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.files import PROCESSES, ProcessName
 from trireme.config.inference import InferenceConfig
-from trireme.config.rules import problems
+from trireme.config.rules.check import problems
 from trireme.config.run import RunConfig
 from trireme.launch.plan import plan
 from trireme.tools.policies.engine import engine_config
@@ -92,7 +92,7 @@ def test_commands_in_shells_of_their_own_choose_alike(flags, on, expected):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_an_engine_without_a_trainer_takes_all_of_the_gpus(count):
-    config = engine_config(RunConfig(), str(Path(__file__).parents[3] / "models" / "reverse-text-tiny"), gpus(count))
+    config = engine_config(RunConfig(), str(Path(__file__).parents[4] / "models" / "reverse-text-tiny"), gpus(count))
     assert (config.inference_gpu_ids, config.trainer_gpu_ids) == (tuple(range(count)), ())
     assert config.inference.gpu_memory_utilization == InferenceConfig().gpu_memory_utilization
 
