@@ -17,12 +17,10 @@ from trireme.config.resolve import resolve_evaluating_run, resolve_sft
 from trireme.config.rules.check import check_launch, check_sft
 from trireme.config.sft import SftConfig
 from trireme.launch.folder import check_folder, hold_folder
-from trireme.launch.online_evaluation import missing_evaluations, open_evaluation
 from trireme.launch.origin import begin, check_origin
 from trireme.launch.ranks import RANKS_PARENT, become_ranks, end_with_parent, rank, run_ranks
 from trireme.launch.resume import check_resume, is_trained
 from trireme.launch.settings import write_settings
-from trireme.orchestrator.environments.venv import find_environment
 
 
 def main() -> None:
@@ -44,6 +42,8 @@ def sft(argv: list[str]) -> int:
         config = resolve_sft(config, devices)
         check_sft(config, devices)
         if config.eval:
+            from trireme.orchestrator.environments.venv import find_environment  # ranks need not load it
+
             check_launch(resolve_evaluating_run(config, devices), devices, section="inference")
             for each in config.eval.env:
                 find_environment(each.id)
@@ -57,6 +57,8 @@ def sft(argv: list[str]) -> int:
         check_resume(config)
         check_origin(config)
         if config.resume and is_trained(config):
+            from trireme.launch.online_evaluation import missing_evaluations
+
             evaluates = next(missing_evaluations(config, config.max_steps), None) is not None
             left = "evaluations are missing" if evaluates else "nothing is left to do"
             print(f"all {config.max_steps} steps are trained and saved: {left}", flush=True)
@@ -75,6 +77,8 @@ def _train_and_evaluate(config: SftConfig, devices: Devices, lock: int, *, is_tr
 
     Returns: the exit code of the training, which no evaluation changes; 128 + N after signal N.
     """
+    from trireme.launch.online_evaluation import open_evaluation
+
     run_file = config.paths.run_config
     os.environ[RANKS_PARENT] = str(os.getpid())
     with open_evaluation(config, devices, keep_open=(lock,)) as evaluation:
