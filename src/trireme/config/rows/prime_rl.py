@@ -297,6 +297,7 @@ INFERENCE = (
     Row("inference.vllm.data_parallel_size", "inference.parallel.dp"),
     Row("inference.vllm.gpu_memory_utilization", "inference.gpu_memory_utilization"),
     Row("inference.vllm.max_num_seqs", "inference.max_num_seqs"),
+    Row("inference.vllm.quantization", to("inference.args.quantization", {"fp8": "fp8_per_tensor"})),
     *(
         Row(f"inference.{table}{name}", None, "engines hold adapters as `[trainer.model.lora]` says")
         for table in ("", "vllm.")

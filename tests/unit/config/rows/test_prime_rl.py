@@ -128,6 +128,7 @@ RL: list[tuple[str, dict[str, Any]]] = [
         '[inference.vllm]\nmax_model_len = 9\nseed = 1\ntool_call_parser = "auto"\ntensor_parallel_size = 2',
         {"inference.model.max_model_len": 9, "inference.args": {"seed": 1}, "inference.parallel.tp": 2},
     ),
+    ('inference.vllm.quantization = "fp8"', {"inference.args": {"quantization": "fp8_per_tensor"}}),
     (
         '[weight_broadcast]\ntype = "filesystem"\ntimeout = 5\nport = 6',
         {"weight_broadcast.type": "filesystem", "weight_broadcast.timeout_s": 5, "ports.weights": 6},
