@@ -16,6 +16,7 @@ from trireme.cli.command import (
     run_command,
     show,
 )
+from trireme.config.arguments import is_yaml_run
 from trireme.config.files import ProcessName, write_process_files
 from trireme.config.load import load_run_config
 from trireme.config.resolve import resolve
@@ -26,7 +27,6 @@ from trireme.launch.origin import begin, check_origin
 from trireme.launch.plan import plan
 from trireme.launch.resume import check_resume, is_trained
 from trireme.launch.settings import print_changes, progress_of, write_settings
-from trireme.tools.formats.yaml_run import is_yaml_run, read_yaml_run
 
 
 def main() -> None:
@@ -35,7 +35,12 @@ def main() -> None:
 
 def rl(argv: list[str]) -> int:
     devices = detect_devices()
-    config, invocation = read_yaml_run(argv) if is_yaml_run(argv) else load_run_config(argv, program="rl")
+    if is_yaml_run(argv):
+        from trireme.tools.formats.yaml_run import read_yaml_run  # files of TOML need none of it
+
+        config, invocation = read_yaml_run(argv)
+    else:
+        config, invocation = load_run_config(argv, program="rl")
     os.environ.update(config.env_vars)  # some decide where models are looked for
 
     # What went wrong is said in the keys that the user wrote.

@@ -21,6 +21,16 @@ from trireme.base.errors import ConfigError
 
 HELP = ("--help", "-h")
 
+OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w@-]*(?:\.[\w@-]+)+)=(.*)|(~)([A-Za-z_][\w.@-]*)(?:=.*)?", re.DOTALL)
+"""A word of Hydra: `a.b=value`, `+a.b=value`, `++a.b=value`, `~a.b`."""
+
+
+def is_yaml_run(argv: list[str]) -> bool:
+    """Return whether words name a YAML file, or are overrides of Hydra."""
+    if any(word in HELP for word in argv):
+        return False
+    return any(word.removeprefix("@").endswith((".yaml", ".yml")) or OVERRIDE.fullmatch(word) for word in argv)
+
 
 def choose_verb(program: str, lines: Mapping[str, str], argv: list[str], advice: str = "") -> str:
     """Return the verb that was typed. With `--help`, or without any, print the list of verbs and end.

@@ -14,13 +14,11 @@ from typing import Any
 import yaml
 
 from trireme.base.errors import ConfigError
+from trireme.config.arguments import OVERRIDE
 from trireme.config.translation import merged, nested, value_at
 
 MOST_BYTES = 1 << 20
 MOST_STEPS = 8  # interpolations that lead to others
-
-OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w@-]*(?:\.[\w@-]+)+)=(.*)|(~)([A-Za-z_][\w.@-]*)(?:=.*)?", re.DOTALL)
-"""A word of Hydra: `a.b=value`, `+a.b=value`, `++a.b=value`, `~a.b`."""
 
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.base.errors import ConfigError
-from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
+from trireme.config.arguments import OVERRIDE, TypedFile, TypedFlag, parse_arguments
 from trireme.config.load import Invocation, knows, read_as
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig
@@ -23,7 +23,7 @@ from trireme.config.translation import (
     with_comments,
 )
 from trireme.tools.formats import trl, trl_rules, verl, verl_rules
-from trireme.tools.formats.yaml_file import OVERRIDE, read_overrides, read_yaml, resolve_interpolations
+from trireme.tools.formats.yaml_file import read_overrides, read_yaml, resolve_interpolations
 
 OF_VERL = {"actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "reward_model", "reward", "data"}
 OF_TRL = {"model_name_or_path", "reward_funcs", "num_generations", "per_device_train_batch_size", "dataset_name"}
@@ -34,13 +34,6 @@ TRL_ARGS = (
     *("reward_funcs", "reward_weights"),
 )
 TRL_ROWS = Path(__file__).parent / "environments" / "trl_rows.py"
-
-
-def is_yaml_run(argv: list[str]) -> bool:
-    """Return whether words name a YAML file, or are overrides of Hydra."""
-    if any(word in HELP for word in argv):
-        return False
-    return any(word.removeprefix("@").endswith((".yaml", ".yml")) or OVERRIDE.fullmatch(word) for word in argv)
 
 
 def read_yaml_run(argv: list[str]) -> tuple[RunConfig, Invocation]:

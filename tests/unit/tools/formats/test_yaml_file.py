@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from trireme.base.errors import ConfigError
-from trireme.tools.formats.yaml_file import MOST_BYTES, OVERRIDE, read_overrides, read_yaml, resolve_interpolations
+from trireme.config.arguments import OVERRIDE
+from trireme.tools.formats.yaml_file import MOST_BYTES, read_overrides, read_yaml, resolve_interpolations
 
 
 def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path):
