@@ -115,6 +115,8 @@ def resolve_evaluating_run(config: SftConfig, devices: Devices) -> RunConfig:
         "inference": given,
         "orchestrator.eval": config.eval,
     }
+
+    # An engine that shares a GPU with a rank must leave it most of the memory.
     if config.device == "cuda":
         is_shared = ranks >= devices.num_gpus
         values |= {"trainer_gpu_ids": tuple(range(ranks)), "inference_gpu_ids": (ranks - 1 if is_shared else ranks,)}

@@ -48,7 +48,7 @@ class Job:
     environment: EvaluatedEnvironment
     child: Child
     results: Path
-    size: int = 0  # of the results, when they last grew
+    size: int = 0  # bytes of the results when they last grew
     grown_at: float = 0.0
 
     def is_stuck(self) -> bool:
@@ -75,7 +75,7 @@ class OnlineEvaluation:
         self._began = time.monotonic()
         self._looked = 0.0
         self._job: Job | None = None
-        self._failed: set[tuple[int, str]] = set()  # by step and environment; not tried again by this command
+        self._failed: set[tuple[int, str]] = set()  # steps and environments that this command does not try again
 
     def close(self) -> None:
         self._metrics.close()
@@ -157,11 +157,15 @@ class OnlineEvaluation:
         """Return the configuration of `eval` for one environment, without the step."""
         own: Evaluation = self._eval.of(environment.resolved_name)
         kept = environment.model_dump(mode="json", exclude_defaults=True, include=set(EnvironmentConfig.model_fields))
+
+        # What is measured comes from the table of the environment over `[eval]`.
         settings = own.model_dump(
             mode="json",
             exclude_none=True,
             include={"num_examples", "rollouts_per_example", "pass_at", "pass_threshold", "max_concurrent", "sampling"},
         )
+
+        # The rest says where the weights, the results and the engine are.
         return settings | {
             "weights_dir": str(self._config.paths.weights.resolve()),
             "output_dir": str(self._config.paths.evals.resolve()),

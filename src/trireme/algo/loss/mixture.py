@@ -23,7 +23,7 @@ OF = "@"
 """Separates a sum from the name of its source. A metric's name has none, and "/" may be in both."""
 
 Losses = Mapping[str, tuple[LossFunction, bool]]
-"""By source: its loss, and whether its proximal policy is recomputed."""
+"""The loss of each source, and whether its proximal policy is recomputed."""
 
 
 def mixed_loss(columns: Columns, totals: Totals, *, losses: Losses, names: tuple[str, ...]) -> LossTerms:

@@ -65,7 +65,7 @@ class CheckpointEvaluation:
         weights = config.weights_dir
 
         assert weights is not None
-        is_base_alone = config.eval_base and config.steps == (0,)  # of a run that has not saved any weights yet
+        is_base_alone = config.eval_base and config.steps == (0,)  # the run may have saved no weights yet
         if not weights.is_dir() and not is_base_alone:
             others = sorted(folder for folder in Path("outputs").glob("**/weights") if folder.is_dir())[:3]
             hint = f" There are {', '.join(map(str, others))}." if others else ""

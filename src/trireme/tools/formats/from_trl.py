@@ -27,7 +27,7 @@ from trireme.tools.formats.yaml_file import load
 from trireme.tools.formats.yaml_run import DEFAULT, mark_defaults
 
 ONLY_THERE = ("completion_ids", "trainer_state", "environments")
-"""What TRL hands to reward functions and no rollout has here."""
+"""Arguments that TRL gives reward functions, and that no rollout has here."""
 OF_TOKENS = {
     "get_soft_overlong_punishment": "[orchestrator.length_penalty]",
     "get_repetition_penalty_reward": 'orchestrator.filters.repetition = "drop"',

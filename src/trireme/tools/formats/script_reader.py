@@ -25,7 +25,7 @@ ADAPTERS = {
     "task_type": "lora_task_type",
 }
 PEFT_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": None}
-"""Of `LoraConfig`, which differ from those of TRL's `ModelConfig`."""
+"""Defaults of `LoraConfig`, which differ from those of TRL's `ModelConfig`."""
 
 HARMLESS = ("callbacks", "reward_processing_classes", "compute_metrics", "preprocess_logits_for_metrics")
 READ_BY_OTHERS = (

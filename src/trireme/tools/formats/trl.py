@@ -38,7 +38,7 @@ GRPO: Table = {
 }
 SFT: Table = {"learning_rate": 2e-5, "max_length": 1024, "assistant_only_loss": False}
 DEFAULTS: dict[str, Table] = {"grpo": TRAINING | GRPO, "sft": TRAINING | SFT}
-"""What TRL takes for keys that were not given, as far as it decides what is trained. `num_processes` is not TRL's,
+"""TRL's values of keys that were not given, as far as they decide what is trained. `num_processes` is not TRL's,
 and counts the processes that `accelerate launch` would start."""
 
 LORA = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": None}
