@@ -366,7 +366,7 @@ def test_a_flood_costs_its_session_a_pause_and_a_giant_is_refused(monkeypatch, p
             posts = [client.post(f"{url}/s/{KEY}/v1/{path}", json=asks(f"{number}")) for number in range(8)]
             return sorted(answer.status_code for answer in await asyncio.gather(*posts))
 
-    with serving(policy := Policy(TURNS["text"], pause_s=0.3)) as (_, url):
+    with serving(policy := Policy(TURNS["text"], pause_s=1.5)) as (_, url):
         assert asyncio.run(flood(url)) == [200] * 3 + [429] * 5
         assert httpx.post(f"{url}/s/{KEY}/v1/{path}", json=asks("a" * 2000)).status_code == 400
         assert httpx.post(f"{url}/s/{KEY}/v1/messages", content=b"[" * 900).status_code == 400
