@@ -188,7 +188,14 @@ class Orchestrator:
         self.buffer = Buffer(sizes, rules_of(config), state)
         runner = RolloutRunner(config, pool, tokenizer, journal=config.paths.journal, waits=waits)
         self.scheduler = Scheduler(
-            config, environments, self.buffer, policy, runner, waits, next_batch=state.next_batch
+            config,
+            environments,
+            self.buffer,
+            policy,
+            runner,
+            waits,
+            next_batch=state.next_batch,
+            tokens_per_rollout=state.tokens_per_rollout,
         )
         self.batcher = Batcher(config, self.scheduler, state, teachers)
 
@@ -257,6 +264,7 @@ class Orchestrator:
             open_groups=self.scheduler.open_groups(),
             counters=self.counters,
             baselines=batch.baselines,
+            tokens_per_rollout=self.scheduler.mean_tokens,
             **self.buffer.state(),
         )
         return BatchRecord(

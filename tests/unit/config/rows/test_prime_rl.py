@@ -47,6 +47,7 @@ RL: list[tuple[str, dict[str, Any]]] = [
     ("orchestrator.train.group_size = 4", {"orchestrator.rollouts_per_example": 4}),
     ("orchestrator.train.sampling.max_completion_tokens = 9", {"orchestrator.sampling.max_tokens": 9}),
     ("orchestrator.concurrency = { min_inflight = 1, max_inflight = 64 }", {"orchestrator.max_concurrent": 64}),
+    ("orchestrator.token_batch_size = 9", {"orchestrator.token_batch_size": 9, "orchestrator.batch_size": None}),
     ("orchestrator.train.filter_zero_advantages = true", {"orchestrator.filters.zero_advantage": "mask"}),
     (SOURCE, {"orchestrator.env.0.id": "task", "orchestrator.env.0.name": "a", "orchestrator.env.0.args": {}}),
     (
@@ -284,6 +285,13 @@ def test_key_without_counterpart_is_refused_by_its_name(text, key, nearest):
         (
             "[[orchestrator.train.source]]\ncurriculum = { gates = { g = { type = 'advantage_range' } } }",
             {"orchestrator.env.0.buffer.online_difficulty_filtering": True},
+        ),
+        (
+            "[[orchestrator.train.source]]\ncurriculum = { gates = { a = {}, b = { reject_max = 0.1 } } }",
+            {
+                "orchestrator.env.0.buffer.online_difficulty_filtering": True,
+                "orchestrator.env.0.buffer.advantage_range": [0.0, 0.1],
+            },
         ),
         (
             "[[orchestrator.eval.source]]\ngroup_size = 4\nskip_first_step = true\nnum_examples = 7",
