@@ -160,11 +160,11 @@ def _facts(config: RunConfig) -> Iterator[str]:
 
     sizes = {name: own.rollouts_per_example for name, own in orchestrator.sources.items()}
     groups = f"{config.num_groups} groups x {next(iter(sizes.values()), orchestrator.rollouts_per_example)}"
+    of_each = ", ".join(f"{name} x {size}" for name, size in sizes.items())
     if len(set(sizes.values())) > 1:
-        of_each = ", ".join(f"{name} x {size}" for name, size in sizes.items())
         groups = f"about {config.num_groups} groups ({of_each}), the last of which may exceed it"
     if orchestrator.token_batch_size:
-        yield f"batch    {orchestrator.batch_in_words} of whole groups: at least {groups}"
+        yield f"batch    {orchestrator.batch_in_words} in whole groups ({of_each}), the last of which may exceed them"
     else:
         in_all = config.max_steps * orchestrator.num_rollouts(config.seq_len)
         yield f"batch    {orchestrator.batch_in_words} = {groups}; {in_all:,} rollouts in all"

@@ -87,8 +87,8 @@ def _group_problems(config: OrchestratorConfig) -> Iterator[str]:
     if (batch is None) == (config.token_batch_size is None):
         yield (
             f"orchestrator.batch_size = {batch or 'none'} and token_batch_size = {config.token_batch_size or 'none'} - "
-            "expected one of the two: a batch ends with so many rollouts, or with so many tokens. Set the other one to "
-            '"none".'
+            "expected one of the two: a batch ends with so many rollouts, or with so many tokens. Remove one; over a "
+            "file that has it, `--orchestrator.batch-size none`."
         )
     if batch is None:
         return
