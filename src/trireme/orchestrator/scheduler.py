@@ -143,8 +143,7 @@ class Scheduler:
     @property
     def num_missing(self) -> int:
         """Rollouts that the batch lacks, or tokens."""
-        missing = self._size - (self.num_tokens if self._is_in_tokens else self.num_accepted)
-        return max(0, missing)
+        return max(0, self._size - (self.num_tokens if self._is_in_tokens else self.num_accepted))
 
     def accept(self, group: Group) -> None:
         """Count a group to the batch."""
@@ -278,10 +277,11 @@ class Scheduler:
             patient=True,
         ) as wait:
             await asyncio.sleep(0)  # let other tasks run, even if all groups have finished already
-            # A synchronous run is reproducible: what the group before left room for is issued, however fast groups end.
-            while self._is_in_tokens and self.config.synchronous and self._may_issue():
-                await asyncio.sleep(0)
             while True:
+                # A group's tokens decide what is issued next. A synchronous run is reproducible, so all that there is
+                # room for is issued before the next group is handed out, however fast groups end.
+                while self._is_in_tokens and self.config.synchronous and self._may_issue():
+                    await asyncio.sleep(0)
                 if self._hopeless:
                     raise self._hopeless
 
@@ -310,8 +310,8 @@ class Scheduler:
         """Issue another group in place of the one that was handed out last."""
         self._dropped[reason.partition(":")[0]] += 1
         total = self._dropped.total()
-        num_groups = round(self.config.num_groups * (self.config.seq_len / self._worth() if self._is_in_tokens else 1))
-        if total % (REFILLS_TO_WARN * num_groups) == 0:
+        shorter = self.config.seq_len / self._worth() if self._is_in_tokens else 1.0
+        if total % max(1, round(REFILLS_TO_WARN * self.config.num_groups * shorter)) == 0:
             log.warning(
                 "batch %d: %d groups were dropped before it is full (%s) - a few were expected. See whether examples "
                 "are too easy or too hard for this model (pools thin those out: `[orchestrator.buffer.pools]`), or "
