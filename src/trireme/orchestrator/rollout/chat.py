@@ -7,6 +7,7 @@ a test compares the results.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,29 @@ class ChatTokenizer:
         if problem := rowless_token(ids, self.vocab_size, self._tokenizer.id_to_token):
             raise NoRoomForToken(problem)
         return ids
+
+    def weigh(self, text: str, messages: list[dict[str, Any]], weights: Mapping[str, float]) -> list[float]:
+        """Return a weight for each token of a text: that of the role whose message's content it lies in, else 0.
+
+        What the template writes around the contents has none, nor has a content that it writes in another form.
+
+        Args:
+            messages: those that the text renders, in their order.
+        """
+        offsets = self._tokenizer.encode(encodable(text), add_special_tokens=False).offsets
+        found, begin = [0.0] * len(offsets), 0
+        for message in messages:
+            content = message.get("content") or ""
+            for part in [content] if isinstance(content, str) else [each.get("text", "") for each in content]:
+                # templates often strip what they write
+                place = text.find(part.strip(), begin) if part.strip() else -1
+                if place < 0:
+                    continue
+                begin = place + len(part.strip())
+                for token, (first, last) in enumerate(offsets):
+                    if place <= first < last <= begin:
+                        found[token] = weights.get(message["role"], 0.0)
+        return found
 
     def prompt_ids(
         self,
