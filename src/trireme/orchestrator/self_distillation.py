@@ -73,7 +73,7 @@ class SelfTeacher:
                 self._has_warned = True
                 log.warning(
                     "a demonstration of %d tokens and a sample of %d do not fit into the %d of the engines: nothing is "
-                    "learned from such samples - raise `inference.model.max_model_len`. This is logged once.",
+                    "learned from such samples - raise `seq_len`. This is logged once.",
                     len(hint),
                     sample.length,
                     self.pool.max_model_len,
