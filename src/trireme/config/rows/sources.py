@@ -56,7 +56,9 @@ def set_algorithm(above: str) -> Rule:
                     "expected no `filter`: nothing narrows the roles here. Remove it, or lower their `alpha`."
                 )
             roles = algo.get("roles") or {"tool": {}}
-            settings |= {f"{above}.echo.{role}": each.get("alpha", 0.1) for role, each in roles.items() if each}
+            settings |= {
+                f"{above}.echo.{role}": each.get("alpha", 0.1) for role, each in roles.items() if not is_off(each)
+            }
         if kind in ADVANTAGES:
             settings[f"{above}.advantage.type"] = ADVANTAGES[kind]
             for key in ("decay", "episode_agents"):

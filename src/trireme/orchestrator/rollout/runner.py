@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -105,6 +105,7 @@ class RolloutRunner:
         self._newest_attempts = {} if self.journal is None else newest_attempts(self.journal)
         self.writers = ThreadPoolExecutor(WRITERS, "turns")  # makes a thread when it needs one
         self.max_model_len = config.inference.model.max_model_len or config.seq_len
+        self.of_source = lru_cache(config.orchestrator.of)  # the settings of a source, by its name
         self.num_top_logprobs = config.num_top_logprobs  # likeliest tokens per position, for the loss
 
         self.reader = TurnReader(config.inference.model, self.tokenizer, self.pool)

@@ -62,7 +62,7 @@ class SampledSession(Session):
             num_top=runner.num_top_logprobs,
         )
         self.trained = trained
-        own = runner.config.orchestrator.of(environment.name)
+        own = runner.of_source(environment.name)
         self.echo = own.echo.roles if own.echo and trained else {}
         task = spec.task(environment, self.sampling.own)
         if trained and own.teacher and own.teacher.demonstration:

@@ -163,6 +163,8 @@ class TokenAudit:
                 of_others = np.array([0.0, *own.echo.values()], np.float32)
                 wrong.append(np.where(sampled, found != np.float32(own.ce_weight), ~np.isin(found, of_others)))
                 taught.append(sampled & (own.ce_weight > 0))
+            if rollout.model:
+                self._report.note(f"{rollout.model} sampled rollouts of {rollout.env}: cross-entropy trains them")
             if bool(rollout.model) != (own.ce_weight > 0):
                 found_model = f" was sampled by {rollout.model!r}" if rollout.model else " names no model"
                 expected = "the name of the teacher that sampled it, or none where the policy did"
