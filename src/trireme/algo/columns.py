@@ -55,7 +55,8 @@ class Columns:
             return self, None
         weighted = self.ce_weights > 0
         if weighted.all():
-            return replace(self.only(torch.arange(len(weighted)) == 0), mask=self.mask[:1] & False), self
+            first = torch.arange(len(weighted), device=weighted.device) == 0
+            return replace(self.only(first), mask=self.mask[:1] & False), self
         return self.only(~weighted), self.only(weighted) if weighted.any() else None
 
     def sample_sums(self, values: torch.Tensor) -> torch.Tensor:

@@ -173,7 +173,7 @@ class RandomConversation:
                 self.is_plain = False
             calls = said.get("tool_calls", [])
             answers = [{"role": "tool", "content": f"{place} ä", "tool_call_id": "c"} for place, _ in enumerate(calls)]
-            more = {"role": "user", "content": rng.choice(["sure?", "ok  ", "“why”\n"])}
+            more = {"role": "user", "content": rng.choice(["sure?", "er  ", "“why”\n"])}
             messages = [*messages, said, *(answers or [more])]
         return Done(task="t", reward=1.0, given_up=list(self.given_up))
 
@@ -244,7 +244,7 @@ def check_echo(sample: Tokens, tokenizer: ChatTokenizer, *, is_plain: bool) -> N
         (tokenizer.decode(sample.ids[begin:end].tolist()), *sorted(set(weights[begin:end].tolist())))
         for begin, end in spans_of((weights > 0).astype(np.uint8))
     ]
-    assert {text for text, _ in said} <= {"sure?", "ok", "“why”", "0 ä", "1 ä", "2 ä"}
+    assert {text.strip() for text, _ in said} <= {"sure?", "er", "“why”", "0 ä", "1 ä", "2 ä"}
     assert all(weight == ECHO["tool" if text[0].isdigit() else "user"] for text, weight in said)
     turns = spans_of(sample.loss_mask)
     assert not (is_plain and weights[: turns[0][1]].any())

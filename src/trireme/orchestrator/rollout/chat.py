@@ -7,7 +7,7 @@ a test compares the results.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -120,27 +120,29 @@ class ChatTokenizer:
             raise NoRoomForToken(problem)
         return ids
 
-    def weigh(self, text: str, messages: list[dict[str, Any]], weights: Mapping[str, float]) -> list[float]:
-        """Return a weight for each token of a text: that of the role whose message's content it lies in, else 0.
-
-        What the template writes around the contents has none, nor has a content that it writes in another form.
+    def weigh(self, text: str, around: Sequence[str], contents: Sequence[tuple[str, float]]) -> list[float]:
+        """Return a weight for each token of a text: that of the content that it lies in, else 0.
 
         Args:
-            messages: those that the text renders, in their order.
+            around: what the template writes before, between and behind the contents.
+            contents: of messages, in their order, each with its weight. A text that is not made of these has none.
         """
         offsets = self._tokenizer.encode(encodable(text), add_special_tokens=False).offsets
-        found, begin = [0.0] * len(offsets), 0
-        for message in messages:
-            content = message.get("content") or ""
-            for part in [content] if isinstance(content, str) else [each.get("text", "") for each in content]:
-                # templates often strip what they write
-                place = text.find(part.strip(), begin) if part.strip() else -1
-                if place < 0:
-                    continue
-                begin = place + len(part.strip())
-                for token, (first, last) in enumerate(offsets):
-                    if place <= first < last <= begin:
-                        found[token] = weights.get(message["role"], 0.0)
+        nothing, place = [0.0] * len(offsets), len(around[0])
+        if len(around) != len(contents) + 1 or not text.startswith(around[0]):
+            return nothing
+
+        found = list(nothing)
+        for (content, weight), after in zip(contents, around[1:], strict=True):
+            # templates often strip what they write
+            forms = (form for form in (content, content.strip()) if text.startswith(form + after, place))
+            if (form := next(forms, None)) is None:
+                return nothing
+            end = place + len(form)
+            for token, (first, last) in enumerate(offsets):
+                if place <= first < last <= end:
+                    found[token] = weight
+            place = end + len(after)
         return found
 
     def prompt_ids(

@@ -20,18 +20,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import jinja2
 import msgspec
 import numpy as np
 
 from trireme.algo.pictures import expand
-from trireme.journal.message_text import pictures_in
+from trireme.journal.message_text import content_text, pictures_in
 from trireme.journal.model_turn import Message, Turn, is_like, is_same
 from trireme.journal.records import AgentRun, Branch
 from trireme.journal.turns import PromptDigests
 from trireme.messages import Kept, Picture, Tokens, TopLogprobs, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.continuation import Continuation, Rewritten
+from trireme.orchestrator.rollout.continuation import MARK, Continuation, Rewritten
 from trireme.orchestrator.rollout.pictures import ConversationPictures
 
 Strategy = Literal["interleaved", "branching", "tolerant"]
@@ -223,8 +224,7 @@ class Trajectory:
                 pictures = (*known, *new)
                 more_of: dict[str, Any] = {"template_kwargs": given}
                 if self.echo:
-                    new_messages = conversation[len(turn.messages) + 1 :]
-                    more_of["ce_weights"] = self.tokenizer.weigh(text, new_messages, self.echo)
+                    more_of["ce_weights"] = self._weights(text, turn, conversation, tools or None)
                 return Prompt(number, past + more, conversation, tools, trace, turn, pictures, routes, **more_of)
             except Rewritten as error:
                 rewritten = str(error)
@@ -293,6 +293,22 @@ class Trajectory:
             if self.strategy != "tolerant":
                 raise
             return continuation.text_after_any_turn()
+
+    def _weights(
+        self, text: str, turn: _Place, messages: list[dict[str, Any]], tools: list[dict] | None
+    ) -> list[float]:
+        """Return the weight of each token of the `text` after a turn; nothing if none has one."""
+        past = len(turn.messages) + 1
+        said = [(content_text(message.get("content")), message) for message in messages[past:]]
+
+        # the template writes the same around other contents
+        marked = [message | {"content": MARK} if content else message for content, message in said]
+        try:
+            around = self._text_after(turn, [*messages[:past], *marked], tools).split(MARK)
+        except (Rewritten, jinja2.TemplateError):  # it reads what it is given
+            return []
+        contents = [(content, self.echo.get(message["role"], 0.0)) for content, message in said if content]
+        return self.tokenizer.weigh(text, around, contents)
 
     def record(self, prompt: Prompt, turn: Turn) -> None:
         """Add a turn: the tokens that the engine sampled, and the message that the environment is shown."""
