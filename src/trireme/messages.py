@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Meta
 from pydantic import BaseModel
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -93,19 +93,30 @@ class Tokens(msgspec.Struct, frozen=True):
     """
 
     ids: np.ndarray  # [T] int32
-    loss_mask: np.ndarray  # [T] uint8: 1 if the policy sampled the token and it is trained on
-    logprobs: np.ndarray  # [T] float32: logprob under the policy that sampled the token, 0 if the mask is 0
+    loss_mask: np.ndarray  # [T] uint8: 1 if a model sampled the token and it is trained on
+    logprobs: np.ndarray  # [T] float32: logprob under the model that sampled the token, 0 if the mask is 0
     advantages: np.ndarray  # [T] float32
-    versions: np.ndarray  # [T] int32: the policy version that sampled it, -1 if the mask is 0
+    versions: np.ndarray  # [T] int32: the policy version that sampled it, -1 if the policy did not
     kept: Kept | None = None  # given if sampling was cut; logprobs are those among the kept tokens
     routed: Routed | None = None  # given if the trainer must send tokens to the engine's experts
     pictures: list[Picture] = []  # pictures, ascending by their places
     top_logprobs: TopLogprobs | None = None  # given if the loss centers scores
     restrained: np.ndarray | None = None  # [T] uint8: 1 if the loss restrains the token, see `algo/covariance.py`
+    ce_weights: np.ndarray | None = None  # [T] float32: above 0 if cross-entropy trains the token, by this weight
 
     @property
     def length(self) -> int:
         return len(self.ids)
+
+    @property
+    def by_cross_entropy(self) -> np.ndarray:
+        """[T] bool: trained by cross-entropy. The policy did not sample these."""
+        return np.zeros(self.length, bool) if self.ce_weights is None else self.ce_weights > 0
+
+    @property
+    def by_policy_loss(self) -> np.ndarray:
+        """[T] bool: trained by the loss of reinforcement learning. The policy sampled these."""
+        return self.loss_mask.astype(bool) & ~self.by_cross_entropy
 
 
 COLUMNS: dict[str, tuple[np.dtype, float]] = {
@@ -124,16 +135,18 @@ def build_tokens(
     routed: Routed | None = None,
     pictures: list[Picture] | None = None,
     top_logprobs: TopLogprobs | None = None,
+    ce_weights: np.ndarray | None = None,
     **columns: Any,
 ) -> Tokens:
     """Build tokens from sequences of numbers, each column cast to its type."""
-    arrays = {name: np.asarray(columns[name], dtype=dtype) for name, (dtype, _) in COLUMNS.items()}
+    arrays: dict[str, Any] = {name: np.asarray(columns[name], dtype=dtype) for name, (dtype, _) in COLUMNS.items()}
     lengths = {name: len(array) for name, array in arrays.items()}
     assert len(set(lengths.values())) == 1, f"columns of different lengths: {lengths}"
-    for lists in (kept, top_logprobs):
-        assert lists is None or len(lists.counts) == lengths["ids"], f"{len(lists.counts)} counts, {lengths['ids']} ids"
+    for each in (kept, top_logprobs):
+        assert each is None or len(each.counts) == lengths["ids"], f"{len(each.counts)} counts, {lengths['ids']} ids"
     assert routed is None or len(routed.known) == lengths["ids"], f"routes of {len(routed.known)} tokens"
-    return Tokens(**arrays, kept=kept, routed=routed, pictures=pictures or [], top_logprobs=top_logprobs)
+    lists: dict[str, Any] = {"kept": kept, "routed": routed, "pictures": pictures or [], "top_logprobs": top_logprobs}
+    return Tokens(**arrays | lists, ce_weights=ce_weights)
 
 
 def concat_tokens(parts: list[Tokens]) -> Tokens:
@@ -155,7 +168,8 @@ def concat_tokens(parts: list[Tokens]) -> Tokens:
         routed=_concat_routed(parts),
         pictures=pictures,
         top_logprobs=_concat_top_logprobs(parts),
-        restrained=_concat_restrained(parts),
+        restrained=_concat_given(parts, "restrained", np.uint8),
+        ce_weights=_concat_given(parts, "ce_weights", np.float32),
     )
 
 
@@ -176,12 +190,13 @@ def _concat_top_logprobs(parts: list[Tokens]) -> TopLogprobs | None:
     return TopLogprobs(*(np.concatenate([getattr(each, name) for each in top]) for name in names))
 
 
-def _concat_restrained(parts: list[Tokens]) -> np.ndarray | None:
-    if all(part.restrained is None for part in parts):
+def _concat_given(parts: list[Tokens], name: str, dtype: type[np.generic]) -> np.ndarray | None:
+    """Return a column that only some samples have, 0 for the others; None if no sample has it."""
+    columns = [getattr(part, name) for part in parts]
+    if all(column is None for column in columns):
         return None
-    return np.concatenate(
-        [np.zeros(part.length, np.uint8) if part.restrained is None else part.restrained for part in parts]
-    )
+    pairs = zip(parts, columns, strict=True)
+    return np.concatenate([np.zeros(part.length, dtype) if column is None else column for part, column in pairs])
 
 
 def _concat_routed(parts: list[Tokens]) -> Routed | None:
@@ -297,9 +312,10 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     micro_batches: list[MicroBatch]
-    loss_tokens: int  # tokens that count, in the whole batch; 1 if none does
+    loss_tokens: int  # tokens that the policy loss trains, in the whole batch; 1 if there is none
     num_rollouts: int
     loss_samples: int = 0  # samples with at least one such token, in the whole batch; 1 if there is none
+    ce_tokens: int = 0  # tokens that cross-entropy trains, in the whole batch
     pictures: dict[str, bytes] = {}  # PNG files of this rank's rows, by their digests
 
 

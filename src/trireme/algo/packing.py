@@ -29,8 +29,9 @@ class Sample:
 
 
 def num_learned(samples: Iterable[Sample]) -> list[int]:
-    """Return the tokens of each sample that count. A first token never counts, as no token before it predicts it."""
-    return [int(np.count_nonzero(sample.tokens.loss_mask[1:])) for sample in samples]
+    """Return the tokens of each sample that the policy loss trains. A first token never counts, as no token before it
+    predicts it."""
+    return [int(np.count_nonzero(sample.tokens.by_policy_loss[1:])) for sample in samples]
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -227,20 +227,51 @@ class Advantage(Section):
 
 
 class Teacher(Section):
-    """`[orchestrator.teacher]`: on-policy distillation; see `trireme.algo.advantage.distillation_term`."""
+    """`[orchestrator.teacher]`: distillation. The teacher judges the policy's tokens, see
+    `algo.advantage.distillation_term`, or samples what the policy is trained on."""
 
     base_url: str | None = None
-    """Address of the vLLM server of the teacher, which must have the same tokenizer; needed."""
+    """Address of the vLLM server of the teacher, which must have the same tokenizer; needed without
+    `demonstration`."""
     model: str | None = None
     """Its name there; the first that the server lists if not set."""
+    samples: bool = False
+    """The teacher samples the rollouts, and cross-entropy trains the policy on its tokens (prime-rl's `sft`)."""
+    demonstration: str | None = None
+    """The policy judges itself, after it was shown this field of the example: `answer`, or another one
+    (prime-rl's `opsd`)."""
+    template: str = "An expert has answered this:\n{demonstration}"
+    """Content of the system message that shows it."""
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Each token's advantage grows by weight * (log teacher - log policy); with 0 there is no teacher."""
+    """Each token's advantage grows by weight * (log teacher - log policy); with `samples`, weight of its tokens in the
+    loss. With 0 there is no teacher."""
     reward_weight: Annotated[float, Field(ge=0)] = 1.0
     """Factor of the advantage that comes from rewards; 0 learns from the teacher alone."""
     timeout_s: PositiveFloat = 120.0
     """Longest time of one answer; a request is retried twice."""
     max_concurrent: PositiveInt = 32
     """Requests to the teacher at once."""
+
+
+class Echo(Section):
+    """`[orchestrator.echo]`: weights, in a cross-entropy loss, of what others said after the policy's first turn.
+
+    Only the contents of messages have one: prime-rl's `echo`, whose weight of `tool` is 0.1.
+    """
+
+    tool: Annotated[float, Field(ge=0)] = 0.0
+    """Answers of tools."""
+    user: Annotated[float, Field(ge=0)] = 0.0
+    """Later messages of the user."""
+    system: Annotated[float, Field(ge=0)] = 0.0
+    """Later messages of the system."""
+    assistant: Annotated[float, Field(ge=0)] = 0.0
+    """Turns of the assistant that the environment wrote."""
+
+    @property
+    def roles(self) -> dict[str, float]:
+        """The roles with a weight."""
+        return {role: weight for role, weight in self.model_dump().items() if weight > 0}
 
 
 class Source(Environment):
@@ -257,10 +288,11 @@ class Source(Environment):
     length_penalty: LengthPenalty | None = None
     advantage: Advantage | None = None
     teacher: Teacher | None = None
+    echo: Echo | None = None
     loss: Loss | None = None
 
 
-SOURCE_TABLES = ("sampling", "buffer", "filters", "length_penalty", "advantage", "teacher")
+SOURCE_TABLES = ("sampling", "buffer", "filters", "length_penalty", "advantage", "teacher", "echo")
 """Tables of `[orchestrator]` that a source may have too. Its `loss` goes over `[trainer.loss]`."""
 
 
@@ -350,6 +382,7 @@ class OrchestratorConfig(Section):
     length_penalty: LengthPenalty | None = None
     advantage: Advantage = Advantage()
     teacher: Teacher | None = None
+    echo: Echo | None = None
     env: tuple[Source, ...] = ()
     eval: Evaluation | None = None
     server: StatusServer = StatusServer()
@@ -369,6 +402,8 @@ class OrchestratorConfig(Section):
         # A source without a teacher, in a run that has one, gives it no weight.
         if tables["teacher"] is not None and not tables["teacher"].weight:
             tables["teacher"] = None
+        if tables["echo"] is not None and not tables["echo"].roles:
+            tables["echo"] = None
         size = getattr(source, "rollouts_per_example", None) or self.rollouts_per_example
         return self.model_copy(update={**tables, "rollouts_per_example": size})
 

@@ -25,6 +25,7 @@ from trireme.base.paths import set_aside_after, step_folder, steps_in
 from trireme.base.processes import rare_garbage_collection
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
+from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import is_complete
@@ -45,8 +46,9 @@ from trireme.orchestrator.lanes import Lanes
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.orchestrator.scheduler import Scheduler
+from trireme.orchestrator.self_distillation import SelfTeacher
 from trireme.orchestrator.status import Status, serve_status
-from trireme.orchestrator.teacher import open_teacher
+from trireme.orchestrator.teacher import Teacher, open_teacher
 from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
 from trireme.orchestrator.watcher import Watcher
 from trireme.orchestrator.weights.policy import Policy
@@ -155,10 +157,10 @@ class Orchestrator:
 
         # Teacher and environments are checked as they open, so that a mistake in them ends the run before any rollout.
         own_teachers = {name: own.teacher for name, own in config.orchestrator.sources.items() if own.teacher}
-        opened = {
-            each: await stack.enter_async_context(
-                open_teacher(each, tokenizer, waits, max_model_len=pool.max_model_len)
-            )
+        opened: dict[TeacherConfig, Teacher | SelfTeacher] = {
+            each: SelfTeacher(each, tokenizer, pool, waits)
+            if each.demonstration is not None
+            else await stack.enter_async_context(open_teacher(each, tokenizer, waits, max_model_len=pool.max_model_len))
             for each in dict.fromkeys(own_teachers.values())
         }
         teachers = {name: opened[own] for name, own in own_teachers.items()}
@@ -186,11 +188,13 @@ class Orchestrator:
         # Rollouts go from the buffer's examples through the scheduler's groups to the batcher's batches.
         sizes = {name: environment.num_train for name, environment in environments.items()}
         self.buffer = Buffer(sizes, rules_of(config), state)
-        runner = RolloutRunner(config, pool, tokenizer, journal=config.paths.journal, waits=waits)
+        judges = {name: each for name, each in teachers.items() if not each.config.samples}
+        samplers = {name: each for name, each in teachers.items() if isinstance(each, Teacher) and each.config.samples}
+        runner = RolloutRunner(config, pool, tokenizer, journal=config.paths.journal, waits=waits, teachers=samplers)
         self.scheduler = Scheduler(
             config, environments, self.buffer, policy, runner, waits, next_batch=state.next_batch
         )
-        self.batcher = Batcher(config, self.scheduler, state, teachers)
+        self.batcher = Batcher(config, self.scheduler, state, judges)
 
         # The evaluator registers the versions that it needs here, before any of them can go live and be replaced.
         self.evaluator = Evaluator(config, evaluated, policy, runner, self.metrics, waits)

@@ -243,7 +243,7 @@ ORCHESTRATOR = (
     Row("orchestrator.teacher.client.base_url", sources.set_teacher_address),
     Row("orchestrator.teacher.client", None, "a teacher is asked without a key"),
     Row("orchestrator.teacher.model.name", "orchestrator.teacher.model"),
-    refused("orchestrator.teacher_rollout_model", sources.NOT_HERE["sft"]),
+    refused("orchestrator.teacher_rollout_model", "write `[orchestrator.teacher] samples = true` and its `base_url`."),
     Row("orchestrator.filters", sources.set_filters(before_batch=False)),
     Row("orchestrator.pre_batch_filters", sources.set_filters(before_batch=True)),
     Row("orchestrator.post_batch_filters", sources.set_filters(before_batch=False)),

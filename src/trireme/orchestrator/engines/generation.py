@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from trireme.journal.model_turn import Turn
 from trireme.orchestrator.engines.expert_routes import ExpertShape, routes_of
-from trireme.orchestrator.engines.responses import Choice, kept_of, top_logprobs_of
+from trireme.orchestrator.engines.responses import (
+    Choice,
+    Logprobs,
+    Response,
+    Sampled,
+    Span,
+    TokenLogprob,
+    choice_of,
+    kept_of,
+    read_choice,
+    top_logprobs_of,
+)
+
+NO_VERSION = -1
 
 
 class Unconfirmed(Exception):
@@ -63,4 +76,20 @@ def read_turn(
         top_logprobs=top_logprobs_of(choice, num_top, vocab_size=vocab_size) if num_top else None,
         routes=routes,
         routes_shape=() if routes is None else routes.shape,
+    )
+
+
+def read_foreign_turn(data: bytes, *, max_tokens: int, vocab_size: int | None) -> Turn:
+    """Build a turn from an answer of `/v1/completions` by a model that is not the policy. Raises: BadAnswer."""
+    found = read_choice(data, Sampled)
+    ids, logprobs = found.token_ids, [TokenLogprob(logprob) for logprob in found.logprobs.token_logprobs]
+    spans = [Span(str(NO_VERSION), 0, len(ids))]
+    choice = Choice(ids, found.finish_reason, Logprobs(logprobs), spans, found.stop_reason)
+    choice_of(Response(choices=[choice]), max_tokens=max_tokens, vocab_size=vocab_size)  # checks it
+    return Turn(
+        ids=ids,
+        logprobs=found.logprobs.token_logprobs,
+        versions=[NO_VERSION] * len(ids),
+        finish_reason=found.finish_reason,
+        stop_reason=found.stop_reason,
     )

@@ -47,6 +47,9 @@ from trireme.orchestrator.engines.responses import (
 
 log = get_logger("engines")
 
+OF_PROMPT = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "top_k": 1}
+"""Sampling parameters of a request for the logprobs of its prompt, at temperature 1."""
+
 FIRST = -1  # priority, for vLLM: ahead of all requests that wait for a slot
 
 Answer = TypeVar("Answer")
@@ -189,6 +192,15 @@ class InferencePool:
 
         return await self._retry(ask)
 
+    async def score(self, ids: list[int]) -> list[float]:
+        """Return [T - 1] logprobs of a prompt by the least busy live engine. Raises: as `generate`."""
+        body = msgspec.json.encode({"token_ids": ids, "sampling_params": OF_PROMPT} | self._model())
+
+        async def ask(engine: Engine) -> list[float]:
+            return prompt_logprobs_of(await self.post_generate(engine, body), ids)
+
+        return await self._retry(ask)
+
     async def prompt_logprobs(self, engine: Engine, ids: list[int], *, core: int = 0) -> list[float]:
         """Return [T - 1] logprobs of a prompt by this core of an engine, at temperature 1.
 
@@ -196,8 +208,7 @@ class InferencePool:
             EngineRefused: with the engine's words, if it takes the request for invalid.
             PeerDied: it did not answer.
         """
-        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "top_k": 1}
-        body = msgspec.json.encode({"token_ids": ids, "sampling_params": sampling, "priority": FIRST} | self._model())
+        body = msgspec.json.encode({"token_ids": ids, "sampling_params": OF_PROMPT, "priority": FIRST} | self._model())
 
         # Each core holds its own copy of the weights, so each is probed by itself.
         headers = {"X-data-parallel-rank": str(core)} if engine.num_cores > 1 else None

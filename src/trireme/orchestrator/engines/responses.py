@@ -66,6 +66,19 @@ class Prompted(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
 
 
+class SampledLogprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class Sampled(msgspec.Struct):
+    """A choice of `/v1/completions` with `return_token_ids`, for what was sampled."""
+
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "repetition"]
+    logprobs: SampledLogprobs
+    stop_reason: int | str | None = None
+
+
 class Response(Prompted, kw_only=True):
     choices: list[Choice]
     prompt_token_ids: list[int] | None = None  # tokens of the prompt as the engine read it, if asked for

@@ -68,6 +68,7 @@ def compute_columns(
         entropies=found.entropies,
         top_logprobs=found.top,
         top_behaviour=None if found.top is None else top_at(tokens.top_logprobs, places, device)[1],
+        ce_weights=None if tokens.ce_weights is None else column(tokens.ce_weights, torch.float32),
         restrained=None if tokens.restrained is None else column(tokens.restrained, torch.bool),
         behaviour=behaviour,
         proximal=behaviour,
@@ -86,7 +87,8 @@ def places_of(micro_batch: MicroBatch) -> tuple[np.ndarray, bool]:
     Every rank must run the same collectives, so a row without such tokens runs with its first token.
     """
     has_past = positions(micro_batch.lengths) > 0  # the token before a sample's first one is of another sample
-    places = np.flatnonzero(micro_batch.tokens.loss_mask.astype(bool) & has_past)
+    tokens = micro_batch.tokens
+    places = np.flatnonzero((tokens.by_policy_loss | tokens.by_cross_entropy) & has_past)
     return (places, True) if len(places) else (np.zeros(1, np.int64), False)
 
 
@@ -197,6 +199,7 @@ class Scorer:
 
 def targets_at(row: MicroBatch, places: np.ndarray, device: torch.device) -> Targets:
     temperatures = np.repeat(np.array(row.temperatures, np.float32), row.lengths)
+    temperatures[row.tokens.by_cross_entropy] = 1.0  # the policy sampled none of these at any temperature
     return Targets(
         torch.as_tensor(row.tokens.ids[places], dtype=torch.int64, device=device),
         torch.as_tensor(temperatures[places], device=device),

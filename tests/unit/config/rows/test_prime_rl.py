@@ -95,10 +95,27 @@ RL: list[tuple[str, dict[str, Any]]] = [
     (
         f'[orchestrator.algo]\ntype = "opd"\n{TEACHER}',
         {
-            "orchestrator.teacher.base_url": "http://h:1",
+            "orchestrator.teacher.base_url": "http://h:1/v1",
             "orchestrator.teacher.model": "t",
             "orchestrator.teacher.reward_weight": 0,
         },
+    ),
+    (
+        SOURCE.replace('"a"', f'"a"\nalgo = {{ type = "sft", {TEACHER.replace("teacher", "sampling.source")} }}'),
+        {
+            "orchestrator.env.0.teacher.samples": True,
+            "orchestrator.env.0.teacher.base_url": "http://h:1/v1",
+            "orchestrator.env.0.teacher.model": "t",
+        },
+    ),
+    ('[orchestrator.algo]\ntype = "echo"', {"orchestrator.echo.tool": 0.1, "orchestrator.echo.user": 0.0}),
+    (
+        '[orchestrator.algo]\ntype = "echo"\nroles = { user = { alpha = 0.5 }, system = {} }',
+        {"orchestrator.echo.user": 0.5, "orchestrator.echo.system": 0.1, "orchestrator.echo.tool": 0.0},
+    ),
+    (
+        '[orchestrator.algo]\ntype = "opsd"\ndemo_key = "x"\ntemplate = "{demonstration}!"',
+        {"orchestrator.teacher.demonstration": "x", "orchestrator.teacher.template": "{demonstration}!"},
     ),
     (
         "[[orchestrator.pre_batch_filters]]\ntype = 'zero_advantage'\nenforce = true",
@@ -217,9 +234,8 @@ def test_thinking_is_retained_if_the_configured_template_keeps_it(template, flag
 @pytest.mark.parametrize(
     ("text", "key", "nearest"),
     [
-        ('[orchestrator.algo]\ntype = "echo"', "orchestrator.algo", "grpo"),
-        ('[orchestrator.algo]\ntype = "opsd"', "orchestrator.algo", "orchestrator.teacher"),
-        ('[orchestrator.algo]\ntype = "sft"', "orchestrator.algo", "trireme eval run"),
+        ('[orchestrator.algo]\ntype = "echo"\nfilter.import_path = "m.f"', "orchestrator.algo", "alpha"),
+        ('[orchestrator.algo]\ntype = "sft"', "orchestrator.algo", "sampling.source"),
         (
             "[orchestrator.renderer]\nthinking_retention = 'all'",
             "orchestrator.renderer.thinking_retention",
@@ -232,7 +248,6 @@ def test_thinking_is_retained_if_the_configured_template_keeps_it(template, flag
         ("trainer.max_concurrent_runs = 2", "trainer.max_concurrent_runs", "Start one for each"),
         ("orchestrator.client.base_url = ['http://h:1/v1']", "orchestrator.client.base_url", "hosts.inference"),
         ("ckpt.output_dir = 'x'", "ckpt.output_dir", "output_dir"),
-        ("orchestrator.training_mode = 'sft'", "orchestrator.training_mode", "sft"),
         ("[[orchestrator.post_batch_filters]]\ntype = 'odd'", "orchestrator.post_batch_filters", "repetition"),
         ("orchestrator.buffer.easy_fraction = 0.1", "orchestrator.buffer.easy_fraction", "easy_weight"),
     ],
