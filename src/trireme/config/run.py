@@ -252,12 +252,13 @@ class RunConfig(AnyRun):
 
     @property
     def num_groups(self) -> int:
-        """Groups per batch; where sources have groups of different sizes, how many there are on average."""
+        """Groups per batch; where sources have groups of different sizes, how many there are on average, and where
+        tokens fill it, how many of the longest rollouts do."""
         orchestrator, sources = self.orchestrator, self.orchestrator.sources
         weights = {each.resolved_name: each.weight for each in orchestrator.env} or {"": 1.0}
         sizes = {name: sources.get(name, orchestrator).rollouts_per_example for name in weights}
         mean = sum(weights[name] * size for name, size in sizes.items()) / sum(weights.values())
-        return max(1, round(orchestrator.batch_size / mean))
+        return max(1, round(orchestrator.num_rollouts(self.seq_len) / mean))
 
     @property
     def loss_length(self) -> int:

@@ -142,6 +142,7 @@ class State(msgspec.Struct):
     baselines: dict[str, float] = {}  # per environment (and agent): the running mean reward of the `ema` advantage
     stage: int = 0  # stage of the curriculum, from 0
     stage_reward: float | None = None  # mean reward of that stage so far, smoothed
+    tokens_per_rollout: float = 0.0  # mean of the batch, if its size is in tokens: it says how many fill the next one
 
 
 class BatchRecord(msgspec.Struct):

@@ -278,7 +278,7 @@ class VfRlView(View):
         # Sizes of the data sets are in the journal only; an epoch is one pass through all of them.
         if self._num_examples is None and (record := read_batch(self.config.paths.journal, step)):
             self._num_examples = sum(record.state.sizes.values())
-        if self._num_examples:
+        if self._num_examples and self.config.orchestrator.batch_size:
             of_trainer["epoch"] = round((step + 1) * self.config.num_groups / self._num_examples, 2)
 
         names = {"reward": "reward/mean", "entropy": "policy/entropy", "importance_ratio": "importance_ratio"}

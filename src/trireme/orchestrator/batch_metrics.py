@@ -11,7 +11,7 @@ from trireme.algo.advantage import are_same
 from trireme.algo.staleness import lags
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, Outcome, Rollout, State
-from trireme.journal.targets import agent_runs, by_group, is_zero, num_sampled, rewards_by_agent
+from trireme.journal.targets import agent_runs, by_group, is_zero, num_sampled, num_tokens, rewards_by_agent
 from trireme.monitor.metrics import means
 
 Metrics = dict[str, float]
@@ -20,8 +20,9 @@ FLAWS = ("truncated", "repetition", "gibberish", "zero_advantage")
 FAILED = frozenset({"rollout", "score", "timeout", "worker"})
 """Reasons, up to their colon, of rollouts that failed: the stages of `RolloutFailed`."""
 
-NO_SIGNAL = frozenset({"no_signal", "little_signal"})
-"""Reasons of groups that came to their end and were dropped because their rewards are the same, or nearly."""
+NO_SIGNAL = frozenset({"no_signal", "little_signal", "little_advantage"})
+"""Reasons of groups that came to their end and were dropped because their rewards are the same, or nearly, or their
+advantages in the range that is rejected."""
 
 
 def batch_metrics(
@@ -70,7 +71,7 @@ def metrics_in_parts(
         "lag/beyond_frac": float((ages > config.max_async_level).mean()),
         "tokens/completion_mean": float(np.mean(completions)),
         "tokens/completion_max": int(max(completions)),
-        "tokens/total": int(sum(sample.length for rollout in rollouts for sample in rollout.samples)),
+        "tokens/total": num_tokens(rollouts),
         "truncated_frac": _truncated_frac(rollouts),
         **_turns("turns/mean", rollouts),
     }

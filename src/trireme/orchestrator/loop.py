@@ -192,7 +192,14 @@ class Orchestrator:
         samplers = {name: each for name, each in teachers.items() if isinstance(each, Teacher) and each.config.samples}
         runner = RolloutRunner(config, pool, tokenizer, journal=config.paths.journal, waits=waits, teachers=samplers)
         self.scheduler = Scheduler(
-            config, environments, self.buffer, policy, runner, waits, next_batch=state.next_batch
+            config,
+            environments,
+            self.buffer,
+            policy,
+            runner,
+            waits,
+            next_batch=state.next_batch,
+            tokens_per_rollout=state.tokens_per_rollout,
         )
         self.batcher = Batcher(config, self.scheduler, state, judges)
 
@@ -261,6 +268,7 @@ class Orchestrator:
             open_groups=self.scheduler.open_groups(),
             counters=self.counters,
             baselines=batch.baselines,
+            tokens_per_rollout=self.scheduler.mean_tokens,
             **self.buffer.state(),
         )
         return BatchRecord(

@@ -64,8 +64,16 @@ def group_of(number: int, fate: str) -> Group:
 @dataclass
 class Queue:
     groups: list[Group]
+    size: int
     num_accepted: int = 0
     refused: list[str] = field(default_factory=list)
+
+    @property
+    def is_filled(self) -> bool:
+        return self.num_accepted >= self.size
+
+    def accept(self, group: Group) -> None:
+        self.num_accepted += len(group.rollouts)
 
     async def next_group(self) -> Group:
         return self.groups.pop(0)
@@ -75,7 +83,7 @@ class Queue:
 
 
 def fill(config: RunConfig, groups: list[Group], state: State | None = None) -> tuple[Filled, Queue]:
-    queue = Queue(list(groups))
+    queue = Queue(list(groups), config.orchestrator.batch_size)
     return asyncio.run(Batcher(config, queue, state or State()).fill(STEP)), queue  # type: ignore[arg-type]
 
 
@@ -126,6 +134,17 @@ def test_whole_groups_fill_a_batch_until_it_is_reached():
     assert found == [-0.5, 0.5, 1.0, -0.5, 0.75, 0.0, 0.0]
     assert filled.baselines == {"a": 0.625}
     assert [each.masked for each in filled.rollouts] == [None] * 5 + ["zero_advantage"] * 2
+
+
+@pytest.mark.parametrize(("high", "is_dropped"), [(0.04, True), (0.03, False)])
+def test_group_without_an_advantage_outside_the_range_is_replaced(high: float, is_dropped: bool):
+    """Rewards of 0.5, 0.5 and 0.55 are advantages of -0.0167, -0.0167 and 0.0333."""
+    groups = [group_of(0, "nearly flat"), group_of(1, "good"), group_of(2, "good")]
+    filled, _ = fill(config := config_of(buffer={"advantage_range": [-0.02, high]}), groups)
+    assert {rollout.group for rollout in filled.rollouts} == ({1, 2} if is_dropped else {0, 1})
+    found = batch_metrics(STEP, filled.rollouts, filled.dropped, config=config)
+    assert found.get("rollouts/dropped/little_advantage", 0) == SIZE * is_dropped
+    assert found["groups/signal_frac"] == (2 / 3 if is_dropped else 1)
 
 
 def test_flawed_rollouts_are_counted_or_masked_as_configured(caplog):

@@ -188,14 +188,15 @@ def set_curriculum(above: str) -> Rule:
     def rule(curriculum: dict[str, Any], table: dict[str, Any]) -> Settings | str:
         settings: Settings = {}
         for gate in curriculum.get("gates", {}).values():
-            if gate.get("type", "advantage_range") != "advantage_range" or any(
-                gate.get(end, 0.0) != 0 for end in ("reject_min", "reject_max")
+            rejected = [gate.get("reject_min", 0.0), gate.get("reject_max", 0.0)]
+            if gate.get("type", "advantage_range") != "advantage_range" or (
+                settings.get(key := f"{above}.buffer.advantage_range", rejected) != rejected and any(rejected)
             ):
                 raise Refused(
-                    "expected a gate that rejects groups without any advantage (`reject_min` and `reject_max` 0). The "
-                    "nearest is `buffer.use_difficulty_filtering` with a `difficulty_threshold`, a least variance."
+                    "expected gates of type advantage_range, one with ends other than 0. The nearest is "
+                    "`buffer.use_difficulty_filtering` with a `difficulty_threshold`, a least variance."
                 )
-            settings[f"{above}.buffer.online_difficulty_filtering"] = True
+            settings |= {key: rejected} if any(rejected) else {f"{above}.buffer.online_difficulty_filtering": True}
 
         sampler = curriculum.get("sampler", {})
         if sampler.get("type", "standard") == "difficulty_pool":

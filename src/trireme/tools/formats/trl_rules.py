@@ -15,6 +15,7 @@ from trireme.config.section import NONE
 from trireme.config.translation import Refused, Rule, Settings
 from trireme.tools.formats.row_rules import (
     Table,
+    as_sample_deviation,
     trust,
 )
 
@@ -236,6 +237,12 @@ def set_sync(value: bool, table: Table) -> Settings | str:
 
 ADVANTAGES = {"group": "group_mean_std", True: "group_mean_std", "none": "group_mean", False: "group_mean"}
 ADVANTAGES |= {"batch": "group_batch"}
+
+
+def set_scale(value: Any, table: Table) -> Settings | str:
+    made = choose("orchestrator.advantage.type", ADVANTAGES, "")(value, table)
+    assert isinstance(made, dict), made
+    return made | as_sample_deviation(made["orchestrator.advantage.type"], table["num_generations"])
 
 
 # Sampling, evaluation and the run itself.

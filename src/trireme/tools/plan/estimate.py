@@ -197,7 +197,7 @@ def _gib(number: float) -> str:
 def estimate_run(config: RunConfig | SftConfig, model: Architecture, machine: Machine, lengths: Lengths) -> Estimate:
     """Plan a resolved configuration. A supervised run has no engines, and its conversations are all prompt."""
     run, trainer = (config, config.trainer) if isinstance(config, RunConfig) else (None, config)
-    rollouts = config.orchestrator.batch_size if isinstance(config, RunConfig) else config.batch_size
+    rollouts = config.orchestrator.num_rollouts(lengths.total) if isinstance(config, RunConfig) else config.batch_size
 
     # Whole samples are packed into rows, and rows are dealt out to teams of ranks that share them (`cp`).
     ranks, row_tokens = trainer.num_ranks or 1, trainer.micro_batch_tokens or config.seq_len

@@ -47,6 +47,7 @@ RL: list[tuple[str, dict[str, Any]]] = [
     ("orchestrator.train.group_size = 4", {"orchestrator.rollouts_per_example": 4}),
     ("orchestrator.train.sampling.max_completion_tokens = 9", {"orchestrator.sampling.max_tokens": 9}),
     ("orchestrator.concurrency = { min_inflight = 1, max_inflight = 64 }", {"orchestrator.max_concurrent": 64}),
+    ("orchestrator.token_batch_size = 9", {"orchestrator.token_batch_size": 9, "orchestrator.batch_size": None}),
     ("orchestrator.train.filter_zero_advantages = true", {"orchestrator.filters.zero_advantage": "mask"}),
     (SOURCE, {"orchestrator.env.0.id": "task", "orchestrator.env.0.name": "a", "orchestrator.env.0.args": {}}),
     (
@@ -244,7 +245,7 @@ def test_thinking_is_retained_if_the_configured_template_keeps_it(template, flag
         ("[orchestrator.renderer]\nmax_width = 3", "orchestrator.renderer.max_width", "chat_template_kwargs"),
         ("trainer.model.quantization = { type = 'fp8' }", "trainer.model.quantization", "inference.args"),
         ("trainer.model.debug.num_layers = 2", "trainer.model.debug.num_layers", "Remove it"),
-        ("trainer.data.fake.batch_size = 2", "trainer.data", "Remove it"),
+        ("trainer.data.fake.batch_size = 2", "trainer.data.fake", "sft --data fake"),
         ("trainer.max_concurrent_runs = 2", "trainer.max_concurrent_runs", "Start one for each"),
         ("orchestrator.client.base_url = ['http://h:1/v1']", "orchestrator.client.base_url", "hosts.inference"),
         ("ckpt.output_dir = 'x'", "ckpt.output_dir", "output_dir"),
@@ -301,6 +302,13 @@ def test_key_without_counterpart_is_refused_by_its_name(text, key, nearest):
             {"orchestrator.env.0.buffer.online_difficulty_filtering": True},
         ),
         (
+            "[[orchestrator.train.source]]\ncurriculum = { gates = { a = {}, b = { reject_max = 0.1 } } }",
+            {
+                "orchestrator.env.0.buffer.online_difficulty_filtering": True,
+                "orchestrator.env.0.buffer.advantage_range": [0.0, 0.1],
+            },
+        ),
+        (
             "[[orchestrator.eval.source]]\ngroup_size = 4\nskip_first_step = true\nnum_examples = 7",
             {
                 "orchestrator.eval.env.0.rollouts_per_example": 4,
@@ -337,6 +345,8 @@ SFT: list[tuple[str, dict[str, Any]]] = [
         '[data]\nname = "o/d"\nsubsets = ["a", "b"]\nsplits = ["t"]',
         {"data": None, "source.0.subset": "a", "source.1.subset": "b", "source.1.split": "t"},
     ),
+    ('[data]\ntype = "fake"\ninput_ids = "increasing"', {"data": "fake"}),
+    ('[data]\ntype = "fake"\nlength = "variable"', {"data": "fake-of-any-length"}),
     ('[data]\nname = "o/d"\nloss_mask = { user = true }', {"loss_on": ["user", "assistant"]}),
     ('[[data.source]]\ndataset = "o/d"', {"source.0.data": "o/d"}),
     ('[val]\ninterval = 5\n[val.data]\nname = "o/v"', {"validation": "o/v", "validation_interval": 5}),
