@@ -147,6 +147,14 @@ RL: list[tuple[str, dict[str, Any]]] = [
     ),
     ("[trainer.scheduler]\ntype = 'linear'", {"trainer.scheduler.type": "linear"}),
     (
+        "[deployment]\n[trainer.scheduler]\ntype = 'linear'",
+        {"trainer.scheduler.type": "wsd", "trainer.scheduler.decay_steps": 10, "trainer.scheduler.warmup_steps": 10},
+    ),
+    (
+        "[ckpt]\n[trainer.scheduler]\ntype = 'linear'\ndecay_steps = 0",
+        {"trainer.scheduler.type": "constant", "trainer.scheduler.decay_steps": None},
+    ),
+    (
         "[trainer.loss]\ntype = 'icepop'\nratio_low = 0.3",
         {"trainer.loss.type": "importance", "trainer.loss.ratio_high": 5.0},
     ),
@@ -162,6 +170,13 @@ RL: list[tuple[str, dict[str, Any]]] = [
 def test_file_means_the_same_here(text, ours):
     config, _ = load(text)
     assert {key: value_at(config, key) for key in ours} == ours
+
+
+@pytest.mark.parametrize(("keys", "is_said"), [("", True), ("eps = 0.1", False), ("ipo_threshold = 0.1", False)])
+def test_ipo_without_a_threshold_says_whose_default_it_takes(keys, is_said):
+    _, invocation = load(f"[trainer.loss]\ntype = 'ipo'\n{keys}")
+    said = " ".join(str(line) for line in invocation.lines)
+    assert ("2026-09-18" in said, "eps 0.3" in said) == (is_said, is_said)
 
 
 @pytest.mark.parametrize(
