@@ -400,6 +400,18 @@ def test_evaluation_file_names_its_server():
     assert config.env[0].id == "t"
 
 
+@pytest.mark.parametrize("root", [RunConfig, EvalConfig])
+def test_source_of_an_evaluation_keeps_its_own_temperature(root):
+    text = "group_size = 4\n{}[TABLE.env.taskset]\nid = 't'\n"
+    warm = text.format("[TABLE.sampling]\ntemperature = 0.7\n")
+    table = "orchestrator.eval.source" if root is RunConfig else "eval.source"
+    config, _ = load(
+        f"[[TABLE]]\n{warm}[[TABLE]]\n{text.format('')}".replace("TABLE", table).replace("= 4", "= 3", 1), root=root
+    )
+    envs = config.orchestrator.eval.env if root is RunConfig else config.env
+    assert [(each.rollouts_per_example, each.sampling.temperature) for each in envs] == [(3, 0.7), (4, 1.0)]
+
+
 @pytest.mark.parametrize(
     ("text", "flags", "words"),
     [
