@@ -92,6 +92,11 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
     mode = f', {model}ac.mode = "full"' if ac and ac.mode == "selective" else ""
     whole = (f"{model}ac.freq = 1{mode}", {f"{model}ac": everything})
 
+    # This offloads the optimizer's state too, and a run refuses both.
+    offload = {f"{model}fsdp_cpu_offload": True}
+    offload_alone = offload | {f"{prefix}optim.cpu_offload": False}
+    everything_offloaded = (_change(offload_alone if training.offloads_state else offload)[0], offload_alone)
+
     # Each line: whether the change is possible here, and the change.
     changes: list[tuple[bool, Change]] = [
         (keeps_scores and (is_eager or row.value_bytes == 2), _change(attention)),
@@ -107,9 +112,10 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
         (on_gpu and settings.reduce_dtype == "float32", _change({f"{model}reduce_dtype": "bfloat16"})),
         (training.optimizer == "adamw", _change({f"{prefix}optim.type": "adamw_8bit"})),
         *((may_share and cp > row.cp, _change({f"{model}cp": cp})) for cp in (2, 4, 8) if shared % cp == 0),
+        (on_gpu and not settings.fsdp_cpu_offload, _change({f"{prefix}optim.cpu_offload": True})),
         (on_gpu, _change({f"{model}activation_offload": True})),
         *((on_gpu, _more_ranks(estimate, ranks * times)) for times in (2, 4, 8)),
-        (on_gpu, _change({f"{model}fsdp_cpu_offload": True})),
+        (on_gpu, everything_offloaded),
         (training.has_reference, _change({f"{prefix}loss.beta": 0})),
         (row.targets is None, (f"{model}lora.rank = 16", {f"{model}lora": Lora(rank=16)})),
         (True, _change({"seq_len": cut, f"{prefix}micro_batch_tokens": cut})),
