@@ -15,7 +15,7 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Lora
 from trireme.tools.plan.engine_memory import CONTEXT_BYTES
-from trireme.tools.plan.estimate import Estimate, estimate_here, plan_here
+from trireme.tools.plan.estimate import Estimate, estimate_here, machines_of, plan_here
 
 WORTH = 0.005  # smallest saving that is listed, as a share of what is needed
 
@@ -131,9 +131,9 @@ def _more_ranks(estimate: Estimate, ranks: int) -> Change:
     """Return the change to so many ranks, which have GPUs of their own and share none with engines."""
     if not isinstance(estimate.config, RunConfig):
         return f"num_ranks = {ranks} (has {estimate.ranks})", {"num_ranks": ranks}
-    first = 1 + max(estimate.config.inference_gpu_ids or (0,))
-    values = {"trainer.num_ranks": ranks, "trainer_gpu_ids": tuple(range(first, first + ranks))}
-    return f"trainer_gpus = {ranks} (has {estimate.ranks})", values
+    first, machines = 1 + max(estimate.config.inference_gpu_ids or (0,)), machines_of(estimate.config, "trainer")
+    values = {"trainer.num_ranks": ranks, "trainer_gpu_ids": tuple(range(first, first + ranks // machines))}
+    return f"trainer_gpus = {ranks // machines} (has {estimate.ranks // machines})", values
 
 
 def engine_advice(estimate: Estimate) -> Iterator[str]:
