@@ -298,19 +298,24 @@ SOURCE_TABLES = ("sampling", "buffer", "filters", "length_penalty", "advantage",
 """Tables of `[orchestrator]` that a source may have too. Its `loss` goes over `[trainer.loss]`."""
 
 
-class EvaluatedEnvironment(Environment):
+class MeasuredEnvironment(Environment):
+    """An environment of any evaluation. Its keys go over those of the table around it."""
+
+    rollouts_per_example: PositiveInt = 1
+    """Completions of each of its examples; as that of all its environments if not set."""
+    num_examples: PositiveInt | None = None
+    """Its first examples, all with `none`; as that of all its environments if not set."""
+    sampling: Sampling | None = None
+
+
+class EvaluatedEnvironment(MeasuredEnvironment):
     """`[[orchestrator.eval.env]]`: an environment to evaluate. Its keys go over those of `[orchestrator.eval]`."""
 
     interval: PositiveInt | None = None
     """Evaluate it every this many versions, with `none` only first and last; as `orchestrator.eval.interval` if not
     set."""
-    rollouts_per_example: PositiveInt = 1
-    """Completions of each of its examples; as `orchestrator.eval.rollouts_per_example` if not set."""
-    num_examples: PositiveInt | None = None
-    """Its first examples, all with `none`; as `orchestrator.eval.num_examples` if not set."""
     eval_base: bool = True
     """Evaluate version 0 too; as `orchestrator.eval.eval_base` if not set."""
-    sampling: Sampling | None = None
 
 
 EVALUATION_KEYS = ("interval", "rollouts_per_example", "num_examples", "eval_base")

@@ -188,7 +188,9 @@ def _bind(config: StatusServer) -> socket.socket:
     give_up = time.monotonic() + BIND_S
     while True:
         try:  # requests that arrive before the server's thread runs wait in the backlog
-            return socket.create_server((config.host, config.port or 0))
+            # All interfaces are those of IPv4 too.
+            family, is_dual = (socket.AF_INET6, config.host == "::") if ":" in config.host else (socket.AF_INET, False)
+            return socket.create_server((config.host, config.port or 0), family=family, dualstack_ipv6=is_dual)
         except OSError as error:
             if time.monotonic() > give_up:
                 raise ConfigError(

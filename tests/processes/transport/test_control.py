@@ -476,6 +476,13 @@ def served(tmp_path):
             yield status, client
 
 
+@pytest.mark.parametrize(("host", "asked"), [("::", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]")])
+def test_status_server_on_all_interfaces_answers_ipv4_too(tmp_path, host, asked):
+    status, port = Status(RunConfig(output_dir=tmp_path), Waits("orchestrator"), Peers()), free_port()
+    with serve_status(status, StatusServer(host=host, port=port)):
+        assert httpx.get(f"http://{asked}:{port}/status", trust_env=False).json()["state"] == "starting"
+
+
 def test_the_status_server_refuses_what_it_does_not_know_and_goes_on(served):
     rng = random.Random(0)
     status, client = served

@@ -75,6 +75,7 @@ TRAINER = (
     Row("trainer.optim.epsilon", "trainer.optim.eps"),
     Row("trainer.optim.max_norm", rules.set_max_norm),
     Row("trainer.scheduler.type", rules.set_schedule),
+    Row("trainer.scheduler.decay_steps", rules.set_decay),
     Row("trainer.loss.type", losses.set_loss),
     Row("trainer.loss.ratio_low", losses.set_bound("low")),
     Row("trainer.loss.ratio_high", losses.set_bound("high")),

@@ -251,7 +251,14 @@ def set_eval_rollouts(above: str) -> Rule:
     default gives them there."""
 
     def rule(count: int, table: dict[str, Any]) -> Settings:
-        given = [value_at(table, tuple(key.split("."))) for key in ("orchestrator.eval.sampling", "eval.sampling")]
+        evals = [value_at(table, path, {}) for path in (("orchestrator", "eval"), ("eval",), ())]
+        given = [each.get("sampling") for each in evals if isinstance(each, dict)]
+        # Of a source, its own table counts too. A rule does not see which one it is called for, but how many it asks.
+        sources = [
+            one for each in evals if isinstance(each, dict) for one in each.get("source") or each.get("env") or ()
+        ]
+        counts = {"group_size", "rollouts_per_example"}
+        given += [one.get("sampling") for one in sources if count in [one.get(key) for key in counts]] * ("[]" in above)
         is_cold = count > 1 and not any(isinstance(each, dict) and "temperature" in each for each in given)
         temperature = {f"{above}.sampling.temperature": 1.0} if is_cold else {}
         return {f"{above}.rollouts_per_example": count} | temperature
