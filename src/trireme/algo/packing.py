@@ -140,21 +140,31 @@ class SharedPrefixes:
 
 
 def share_prefixes(ids: np.ndarray, lengths: list[int]) -> SharedPrefixes:
-    """Find the tokens before which samples are the same.
-
-    In alphabetical order, each sample shares its longest prefix with a neighbour, so neighbours are compared.
-    """
+    """Find the tokens before which samples are the same."""
     starts = np.cumsum([0, *lengths[:-1]])
     samples = [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     owners = np.arange(len(ids))
-
-    # Big-endian bytes sort as the ids do, so that samples which begin alike become neighbours.
-    in_order = sorted(range(len(samples)), key=lambda number: samples[number].astype(">i8").tobytes())
-    for before, number in pairwise(in_order):
-        shortest = min(lengths[before], lengths[number])
-        different = np.flatnonzero(samples[before][:shortest] != samples[number][:shortest])
-        alike = int(different[0]) if len(different) else shortest
+    for before, number, alike in _neighbours(samples):
         # Owners are passed on: the neighbour's prefix may belong to a sample before it already.
         owners[starts[number] : starts[number] + alike] = owners[starts[before] : starts[before] + alike]
     kept = np.unique(owners)
     return SharedPrefixes(kept, np.searchsorted(kept, owners))
+
+
+def num_distinct(samples: list[np.ndarray]) -> int:
+    """Count the tokens of samples, those that stand behind the same beginning once."""
+    return sum(map(len, samples)) - sum(alike for _, _, alike in _neighbours(samples))
+
+
+def _neighbours(samples: list[np.ndarray]) -> Iterator[tuple[int, int, int]]:
+    """Yield each sample that shares a prefix with one before it: that one's number, its own, and how many tokens.
+
+    In alphabetical order, each sample shares its longest prefix with a neighbour, so neighbours are compared.
+    """
+    # Big-endian bytes sort as the ids do, so that samples which begin alike become neighbours.
+    in_order = sorted(range(len(samples)), key=lambda number: samples[number].astype(">i8").tobytes())
+    for before, number in pairwise(in_order):
+        shortest = min(len(samples[before]), len(samples[number]))
+        different = np.flatnonzero(samples[before][:shortest] != samples[number][:shortest])
+        if alike := int(different[0]) if len(different) else shortest:
+            yield before, number, alike

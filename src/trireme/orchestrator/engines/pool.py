@@ -1,4 +1,4 @@
-"""The engines of a run: which may be asked, and a request to the least busy of them, retried until it is answered.
+"""The engines of a run: which may be asked, and a request to one of them, retried until it is answered.
 
 An engine is quarantined until it has confirmed the current policy version, and a request waits rather than be answered
 by unconfirmed weights. A request that an engine drops (it died, or was restarted) is retried with another engine, or
@@ -31,6 +31,7 @@ from trireme.base.waiting import Waits
 from trireme.config.sampling import is_cut
 from trireme.journal.model_turn import Turn
 from trireme.messages import Picture
+from trireme.orchestrator.engines.affinity import Affinity, Place, prefix_hashes
 from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session, words_of
 from trireme.orchestrator.engines.expert_routes import ExpertShape
 from trireme.orchestrator.engines.generation import Unconfirmed, largest_answer, read_turn
@@ -79,6 +80,7 @@ class InferencePool:
     experts: ExpertShape | None = None  # sizes of the model, if engines report which experts they use (router replay)
     keeps_top_logprobs: bool = False  # turns have the logprobs of the likeliest tokens, for the loss
     shares_prefixes: bool = True  # engines may reuse a prompt's beginning from an earlier request
+    affinity: Affinity = field(default_factory=Affinity)
     # called when the state of an engine, or whether it has (few) requests, changes
     watch: Callable[[Engine], None] = lambda engine: None
     is_begun: bool = False  # the run has a confirmed version: from then on, engines may stay away for long
@@ -99,7 +101,7 @@ class InferencePool:
         content_parts: Sequence[dict[str, str]] = (),
         routes_from: int | None = None,
     ) -> Turn:
-        """Generate one turn with the live engine that has the fewest requests.
+        """Generate one turn with the live engine that will answer it soonest (`affinity`).
 
         Args:
             pictures: in `ids`.
@@ -137,9 +139,16 @@ class InferencePool:
             num_prompt=len(ids), max_tokens=max_tokens, num_kept=params["logprobs"], experts=self.experts
         )
 
-        async def ask(engine: Engine) -> Turn:
-            life = engine.life
-            response = await self.post_generate(engine, body, max_bytes=max_bytes)
+        # With one core there is nothing to choose.
+        has_choice = len(self.engines) > 1 or any(engine.num_cores > 1 for engine in self.engines)
+        hashes = prefix_hashes(ids) if self.shares_prefixes and has_choice else []
+
+        async def ask(place: Place) -> Turn:
+            engine, life = place.engine, place.engine.life
+            self.affinity.record(place, hashes)
+            began, load = time.monotonic(), place.load + 1
+            response = await self.post_generate(engine, body, max_bytes=max_bytes, core=place.core)
+            seconds, load = time.monotonic() - began, max(load, place.load + 1)
             if pictures:
                 check_prompt(response, ids)
             choice = choice_of(response, max_tokens=max_tokens, vocab_size=self.vocab_size)
@@ -150,7 +159,7 @@ class InferencePool:
                 await self.live.wait()
             if engine.life != life or engine.state != "live":
                 raise Unconfirmed("the engine died before it had confirmed the weights that this answer came from")
-            return read_turn(
+            turn = read_turn(
                 choice,
                 newest=engine.version or 0,
                 vocab_size=self.vocab_size,
@@ -158,10 +167,23 @@ class InferencePool:
                 num_top=params["logprobs"] if self.keeps_top_logprobs else 0,
                 experts=None if routes_from is None else self.experts,
                 num_computed=len(ids) - (routes_from or 0),
+                num_prompt=len(ids),
+                num_cached=response.num_cached,
             )
 
+            # Of an answer over several versions, the engine has computed everything again with the newest.
+            if hashes and turn.versions and turn.versions[-1] == engine.version:
+                self.affinity.record(place, hashes)
+                self.affinity.record(place, prefix_hashes(ids + turn.ids, hashes))
+            if response.num_cached is not None:
+                engine.num_prompt += len(ids)
+                engine.num_cached += response.num_cached
+            if len(choice.weight_versions) == 1:
+                self.affinity.measure(seconds, load, response.prefill_s, len(ids) - (response.num_cached or 0))
+            return turn
+
         async with self.slots:
-            turn = await self._retry(ask)
+            turn = await self._retry(ask, hashes, len(ids))
 
         # vLLM says `length` for both limits.
         if turn.finish_reason == "length" and len(turn.ids) >= max_tokens:
@@ -181,8 +203,8 @@ class InferencePool:
         """
         data = msgspec.json.encode(body)
 
-        async def ask(engine: Engine) -> ParsedMessage:
-            status, answer = await engine.request("v1/chat/completions/derender", data, timeout=self.request_timeout)
+        async def ask(place: Place) -> ParsedMessage:
+            status, answer = await place.engine.request("v1/chat/completions/derender", data, timeout=self.request_timeout)
             if status >= 400:
                 raise ValueError(f"The engine could not parse a turn ({status}): {words_of(answer)}")
             return read_choice(answer, Parsed).message
@@ -198,12 +220,8 @@ class InferencePool:
         """
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "top_k": 1}
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": sampling, "priority": FIRST} | self._model())
-
-        # Each core holds its own copy of the weights, so each is probed by itself.
-        headers = {"X-data-parallel-rank": str(core)} if engine.num_cores > 1 else None
-
-        try:
-            return prompt_logprobs_of(await self.post_generate(engine, body, headers=headers), ids)
+        try:  # each core holds its own copy of the weights, so each is probed by itself
+            return prompt_logprobs_of(await self.post_generate(engine, body, core=core), ids)
         except RequestRefused as error:
             if error.status != 400:  # a successor may answer so that was not given the policy's name yet
                 raise PeerDied(f"{engine.url} did not answer the probe: {error}") from error
@@ -215,8 +233,10 @@ class InferencePool:
         except (*REQUEST_ERRORS, ValueError) as error:
             raise PeerDied(f"{engine.url} did not answer the probe: {message_of(error)}") from error
 
-    async def _retry(self, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
-        """Ask an engine, the least busy first, until one does not drop the request.
+    async def _retry(
+        self, ask: Callable[[Place], Awaitable[Answer]], hashes: Sequence[int] = (), num_tokens: int = 0
+    ) -> Answer:
+        """Ask a live engine, until one does not drop the request. `Affinity.choose` has the arguments.
 
         Waits without a deadline while no engine may be asked. The wait for the batch has one, and says why.
         """
@@ -228,9 +248,10 @@ class InferencePool:
                 self.live.clear()
                 await self.live.wait()
 
-            engine = min(askable, key=lambda engine: engine.in_flight)
+            place = self.affinity.choose(askable, hashes, num_tokens)
+            engine = place.engine
             try:
-                return await ask(engine)
+                return await ask(place)
             except (*REQUEST_ERRORS, Unconfirmed) as error:
                 words = message_of(error)
                 if interruptions != self.interruptions:
@@ -253,10 +274,12 @@ class InferencePool:
         body: bytes,
         *,
         max_bytes: int = LARGEST_ANSWER,
-        headers: dict[str, str] | None = None,
+        core: int = 0,
     ) -> Response:
-        """Send one request for tokens to this engine."""
+        """Send one request for tokens to this core of an engine."""
+        headers = {"X-data-parallel-rank": str(core)} if engine.num_cores > 1 else None
         self.count(engine, 1)
+        engine.in_flight_by_core[core] += 1
         self.num_requests += 1
         try:
             status, data = await engine.request(
@@ -264,6 +287,7 @@ class InferencePool:
             )
         finally:
             self.count(engine, -1)
+            engine.in_flight_by_core[core] -= 1
 
         # A refusal is not retried, because every engine would repeat it. Any other failure is.
         if 400 <= status < 500:

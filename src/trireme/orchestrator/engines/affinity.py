@@ -1,0 +1,125 @@
+"""Choose the engine that will answer a request soonest, by what its prefix cache holds and by its load.
+
+An engine keeps what it has computed of a conversation until its weights change. A prompt that begins in the same way is
+computed only from there on, if it goes to the same engine (and the same core: each data-parallel replica has a cache of
+its own). A request goes to the core with the least
+
+    requests in flight * seconds per request + tokens of the prompt that it has not computed * seconds per token
+
+so a conversation stays where it is known until waiting there would take longer than computing it elsewhere, and the
+members of a group share a long prompt but are spread if it is short. Both factors are measured over all engines:
+
+- seconds per request: how long a request took, by the number of requests that shared the core (Little's law);
+- seconds per token: the slope of the time until the first token over the tokens computed for it, as engines report it.
+
+What a core holds is recorded at the end of each prompt and each turn, in whole blocks of 32 tokens. The record names
+the engine's process and its weights' version: a restart or an update invalidates it. An engine that is not live
+is not among those to choose from, so that its conversations move.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trireme.orchestrator.engines.engine import Engine
+
+BLOCK = 32
+MOST_PREFIXES = 1 << 16  # the ends of prompts and turns that are remembered, the newest ones
+NEWEST = 0.05  # weight of a new measurement in the running means
+
+Cache = tuple[str, int, int, int | None]
+"""Contents of a prefix cache: address and core, process and version of the weights."""
+
+
+class Place(NamedTuple):
+    """One core of an engine."""
+
+    engine: Engine
+    core: int
+
+    @property
+    def load(self) -> int:
+        return self.engine.in_flight_by_core[self.core]
+
+    @property
+    def cache(self) -> Cache:
+        return self.engine.url, self.core, self.engine.life, self.engine.version
+
+
+def prefix_hashes(ids: list[int], earlier: list[int] | None = None) -> list[int]:
+    """Return a hash of all tokens up to the end of each whole block.
+
+    Args:
+        earlier: hashes of the first blocks, which are known.
+    """
+    hashes = list(earlier or ())
+    last = hashes[-1] if hashes else 0
+    for end in range((len(hashes) + 1) * BLOCK, len(ids) + 1, BLOCK):
+        last = hash((last, *ids[end - BLOCK : end]))
+        hashes.append(last)
+    return hashes
+
+
+@dataclass
+class Affinity:
+    """What the engines' caches hold, and how fast they are."""
+
+    request_s: float = 1.0  # before the first answer: long, so that the load decides
+    token_s: float = 1e-4  # before the first report
+    _caches: OrderedDict[int, tuple[Cache, ...]] = field(default_factory=OrderedDict)  # by hash of a prefix
+    _num_answers: int = 0
+    _seconds_by_tokens: float = 0.0  # running sums of the slope's numerator and denominator
+    _tokens_squared: float = 0.0
+
+    def choose(self, engines: list[Engine], hashes: Sequence[int], num_tokens: int) -> Place:
+        """Return the core that will answer a prompt first. Equal ones are taken in their order.
+
+        Args:
+            hashes: `prefix_hashes` of the prompt; empty if engines may not use their caches for it.
+            num_tokens: tokens of the prompt.
+        """
+        places = [Place(engine, core) for engine in engines for core in range(engine.num_cores)]
+        if len(places) == 1:
+            return places[0]
+
+        # The longest prefix that each cache holds.
+        held: dict[Cache, int] = {}
+        for number in range(len(hashes), 0, -1):
+            for cache in self._caches.get(hashes[number - 1], ()):
+                held.setdefault(cache, number * BLOCK)
+
+        def seconds(place: Place) -> float:
+            return place.load * self.request_s + (num_tokens - held.get(place.cache, 0)) * self.token_s
+
+        return min(places, key=seconds)
+
+    def record(self, place: Place, hashes: list[int]) -> None:
+        """Note that a core holds a prefix, or will once it has computed what is under way."""
+        if not hashes:
+            return
+        cache = place.cache
+        others = (each for each in self._caches.pop(hashes[-1], ()) if each[:2] != cache[:2])
+        self._caches[hashes[-1]] = (*others, cache)
+        if len(self._caches) > MOST_PREFIXES:
+            self._caches.popitem(last=False)
+
+    def measure(self, seconds: float, load: int, prefill_s: float | None, num_computed: int) -> None:
+        """Take one answer into account.
+
+        Args:
+            seconds: until the whole answer.
+            load: requests that shared the core, this one included.
+            prefill_s: from the request's start in the engine to its first token; None if the engine does not say.
+            num_computed: tokens of the prompt that were computed in this time.
+        """
+        self._num_answers += 1
+        self.request_s += max(NEWEST, 1 / self._num_answers) * (seconds / load - self.request_s)
+
+        # The square makes long prompts count: the time of short ones is that of an iteration, however many tokens.
+        if prefill_s is not None and num_computed > 0:
+            self._seconds_by_tokens += NEWEST * (prefill_s * num_computed - self._seconds_by_tokens)
+            self._tokens_squared += NEWEST * (num_computed**2 - self._tokens_squared)
+            self.token_s = self._seconds_by_tokens / self._tokens_squared
