@@ -9,7 +9,9 @@ its own). A request goes to the core with the least
 so a conversation stays where it is known until waiting there would take longer than computing it elsewhere, and the
 members of a group share a long prompt but are spread if it is short. Both factors are measured over all engines:
 
-- seconds per request: how long a request took, by the number of requests that shared the core (Little's law);
+- seconds per request: by how much one request more on a core delays an answer, which is the slope of the seconds per
+  sampled token over the requests that shared the core, times the tokens of an answer. It lies between nothing (a GPU
+  samples for many as fast as for one) and an equal part of the answer's time (a full queue, or a CPU);
 - seconds per token: the slope of the time until the first token over the tokens computed for it, as engines report it.
 
 What a core holds is recorded at the end of each prompt and each turn, in whole blocks of 32 tokens. The record names
@@ -28,7 +30,8 @@ from trireme.orchestrator.engines.engine import Engine
 
 BLOCK = 32
 MOST_PREFIXES = 1 << 16  # the ends of prompts and turns that are remembered, the newest ones
-NEWEST = 0.05  # weight of a new measurement in the running means
+NEWEST = 0.01  # weight of a new measurement in the running means
+LEAST = 0.1  # part of an equal share that one request more costs at least, so that requests never pile up
 
 Cache = tuple[str, int, int, int | None]
 """Contents of a prefix cache: address and core, process and version of the weights."""
@@ -71,8 +74,9 @@ class Affinity:
     token_s: float = 1e-4  # before the first report
     _caches: OrderedDict[int, tuple[Cache, ...]] = field(default_factory=OrderedDict)  # by hash of a prefix
     _num_answers: int = 0
-    _seconds_by_tokens: float = 0.0  # running sums of the slope's numerator and denominator
-    _tokens_squared: float = 0.0
+    # running means: load, seconds per sampled token, load squared, the product of both, sampled tokens
+    _sampling: tuple[float, ...] = (0.0,) * 5
+    _prefill: tuple[float, float] = (0.0, 0.0)  # running means: seconds times tokens, tokens squared
 
     def choose(self, engines: list[Engine], hashes: Sequence[int], num_tokens: int) -> Place:
         """Return the core that will answer a prompt first. Equal ones are taken in their order.
@@ -106,20 +110,30 @@ class Affinity:
         if len(self._caches) > MOST_PREFIXES:
             self._caches.popitem(last=False)
 
-    def measure(self, seconds: float, load: int, prefill_s: float | None, num_computed: int) -> None:
+    def measure(
+        self, seconds: float, load: int, num_sampled: int, num_computed: int, prefill_s: float | None
+    ) -> None:
         """Take one answer into account.
 
         Args:
             seconds: until the whole answer.
             load: requests that shared the core, this one included.
+            num_computed: tokens of the prompt that were in no cache.
             prefill_s: from the request's start in the engine to its first token; None if the engine does not say.
-            num_computed: tokens of the prompt that were computed in this time.
         """
         self._num_answers += 1
-        self.request_s += max(NEWEST, 1 / self._num_answers) * (seconds / load - self.request_s)
+        weight = max(NEWEST, 1 / self._num_answers)
+        rate = (seconds - (prefill_s or 0.0)) / max(1, num_sampled)
+        now = (load, rate, load**2, load * rate, num_sampled)
+        self._sampling = tuple(mean + weight * (new - mean) for mean, new in zip(self._sampling, now, strict=True))
+
+        mean_load, mean_rate, squared, product, mean_sampled = self._sampling
+        equal_part, variance = mean_rate / mean_load, squared - mean_load**2
+        slope = (product - mean_load * mean_rate) / variance if variance > 1e-6 * squared else equal_part
+        self.request_s = mean_sampled * min(max(slope, LEAST * equal_part), equal_part)
 
         # The square makes long prompts count: the time of short ones is that of an iteration, however many tokens.
         if prefill_s is not None and num_computed > 0:
-            self._seconds_by_tokens += NEWEST * (prefill_s * num_computed - self._seconds_by_tokens)
-            self._tokens_squared += NEWEST * (num_computed**2 - self._tokens_squared)
-            self.token_s = self._seconds_by_tokens / self._tokens_squared
+            before, new = self._prefill, (prefill_s * num_computed, num_computed**2)
+            self._prefill = before[0] + weight * (new[0] - before[0]), before[1] + weight * (new[1] - before[1])
+            self.token_s = self._prefill[0] / self._prefill[1]

@@ -179,7 +179,8 @@ class InferencePool:
                 engine.num_prompt += len(ids)
                 engine.num_cached += response.num_cached
             if len(choice.weight_versions) == 1:
-                self.affinity.measure(seconds, load, response.prefill_s, len(ids) - (response.num_cached or 0))
+                num_computed = len(ids) - (response.num_cached or 0)
+                self.affinity.measure(seconds, load, len(turn.ids), num_computed, response.prefill_s)
             return turn
 
         async with self.slots:
