@@ -72,14 +72,15 @@ class FastGenerate:
             return
         with suppress(ClientDisconnected):
             body = await read_body(receive)
-            response = await self._respond(scope["app"].state, body, receive)
+            response = await self._respond(scope, body, receive)
             if response is None:
                 await self._app(scope, replay(body, receive), send)
             else:
                 await answer(scope, receive, send, 200, response, (b"content-type", b"application/json"))
 
-    async def _respond(self, state: Any, body: bytes, receive: Receive) -> bytes | None:
+    async def _respond(self, scope: Message, body: bytes, receive: Receive) -> bytes | None:
         """Return the response, or None if vLLM's own route has to give it."""
+        state = scope["app"].state
         try:
             asked = _read(body)
             params = _params(bytes(asked.sampling_params))

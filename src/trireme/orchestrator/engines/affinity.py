@@ -15,8 +15,10 @@ members of a group share a long prompt but are spread if it is short. Both facto
 - seconds per token: the slope of the time until the first token over the tokens computed for it, as engines report it.
 
 What a core holds is recorded at the end of each prompt and each turn, in whole blocks of 32 tokens. The record names
-the engine's process and its weights' version: a restart or an update invalidates it. An engine that is not live
-is not among those to choose from, so that its conversations move.
+the engine's process and its weights' version: a restart or an update invalidates it. What an engine evicts is not
+known. So a record counts as much as records of late were confirmed by the cached tokens that engines reported: an
+engine that caches nothing is chosen by its load alone. One that is not live is not among those to choose from, so that
+its conversations move.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trireme.orchestrator.engines.engine import Engine
+from trireme.orchestrator.engines.responses import Response
 
 BLOCK = 32
 MOST_PREFIXES = 1 << 16  # the ends of prompts and turns that are remembered, the newest ones
@@ -42,6 +45,7 @@ class Place(NamedTuple):
 
     engine: Engine
     core: int
+    num_held: int = 0  # tokens of the prompt that its cache is taken to hold
 
     @property
     def load(self) -> int:
@@ -72,6 +76,7 @@ class Affinity:
 
     request_s: float = 1.0  # before the first answer: long, so that the load decides
     token_s: float = 1e-4  # before the first report
+    hit_frac: float = 1.0  # share of the tokens taken to be held that were
     _caches: OrderedDict[int, tuple[Cache, ...]] = field(default_factory=OrderedDict)  # by hash of a prefix
     _num_answers: int = 0
     # running means: load, seconds per sampled token, load squared, the product of both, sampled tokens
@@ -96,9 +101,9 @@ class Affinity:
                 held.setdefault(cache, number * BLOCK)
 
         def seconds(place: Place) -> float:
-            return place.load * self.request_s + (num_tokens - held.get(place.cache, 0)) * self.token_s
+            return place.load * self.request_s + (num_tokens - self.hit_frac * place.num_held) * self.token_s
 
-        return min(places, key=seconds)
+        return min((place._replace(num_held=held.get(place.cache, 0)) for place in places), key=seconds)
 
     def record(self, place: Place, hashes: list[int]) -> None:
         """Note that a core holds a prefix, or will once it has computed what is under way."""
@@ -111,18 +116,18 @@ class Affinity:
             self._caches.popitem(last=False)
 
     def measure(
-        self, seconds: float, load: int, num_sampled: int, num_computed: int, prefill_s: float | None
+        self, place: Place, seconds: float, load: int, num_prompt: int, num_sampled: int, response: Response
     ) -> None:
         """Take one answer into account.
 
         Args:
+            place: as it was chosen.
             seconds: until the whole answer.
             load: requests that shared the core, this one included.
-            num_computed: tokens of the prompt that were in no cache.
-            prefill_s: from the request's start in the engine to its first token; None if the engine does not say.
         """
         self._num_answers += 1
         weight = max(NEWEST, 1 / self._num_answers)
+        prefill_s, num_cached = response.prefill_s, response.num_cached
         rate = (seconds - (prefill_s or 0.0)) / max(1, num_sampled)
         now = (load, rate, load**2, load * rate, num_sampled)
         self._sampling = tuple(mean + weight * (new - mean) for mean, new in zip(self._sampling, now, strict=True))
@@ -132,7 +137,11 @@ class Affinity:
         slope = (product - mean_load * mean_rate) / variance if variance > 1e-6 * squared else equal_part
         self.request_s = mean_sampled * min(max(slope, LEAST * equal_part), equal_part)
 
+        if num_cached is not None and place.num_held:
+            self.hit_frac += weight * (min(1.0, num_cached / place.num_held) - self.hit_frac)
+
         # The square makes long prompts count: the time of short ones is that of an iteration, however many tokens.
+        num_computed = num_prompt - (num_cached or 0)
         if prefill_s is not None and num_computed > 0:
             before, new = self._prefill, (prefill_s * num_computed, num_computed**2)
             self._prefill = before[0] + weight * (new[0] - before[0]), before[1] + weight * (new[1] - before[1])

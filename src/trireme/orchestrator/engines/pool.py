@@ -178,9 +178,8 @@ class InferencePool:
             if response.num_cached is not None:
                 engine.num_prompt += len(ids)
                 engine.num_cached += response.num_cached
-            if len(choice.weight_versions) == 1:
-                num_computed = len(ids) - (response.num_cached or 0)
-                self.affinity.measure(seconds, load, len(turn.ids), num_computed, response.prefill_s)
+            if has_choice and len(choice.weight_versions) == 1:
+                self.affinity.measure(place, seconds, load, len(ids), len(turn.ids), response)
             return turn
 
         async with self.slots:
