@@ -26,6 +26,7 @@ import tempfile
 import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -98,7 +99,7 @@ async def measure(work: Work) -> list[float]:
     from trireme.base.waiting import Waits
     from trireme.orchestrator.engines.pool import open_inference_pool
 
-    limits = {"max_model_len": 1 << 14, "timeout_s": 120.0, "max_concurrent": 1024}
+    limits: dict[str, Any] = {"max_model_len": 1 << 14, "timeout_s": 120.0, "max_concurrent": 1024}
     with ExitStack() as processes, tempfile.TemporaryDirectory(prefix="prefixes-") as folder:
         async with AsyncExitStack() as stack:
             servers = await open_engines(work, stack, processes, Path(folder))
@@ -109,8 +110,8 @@ async def measure(work: Work) -> list[float]:
             before, turns_s, again = [await count() for _, count in servers], list[float](), list[int]()
             began = time.perf_counter()
             updating = asyncio.create_task(publish_again(pool, work.update_s))
-            conversations = (converse(pool, work, number, turns_s, again) for number in range(work.groups * work.members))
-            lengths = await asyncio.gather(*conversations)
+            numbers = range(work.groups * work.members)
+            lengths = await asyncio.gather(*(converse(pool, work, number, turns_s, again) for number in numbers))
             seconds = time.perf_counter() - began
             updating.cancel()
             computed = sum([await count() for _, count in servers]) - sum(before) + work.real * sum(again)
@@ -125,9 +126,10 @@ async def open_engines(work: Work, stack: AsyncExitStack, processes: ExitStack, 
     from support.runs.real_run import open_engine
 
     if not work.real:
-        knobs = {"block": 32, "token_s": 0.01, "prefill_s": 1e-4, "answer": lambda asked: answer_of(asked, work.sampled)}
+        knobs: dict[str, Any] = {"block": 32, "token_s": 0.01, "prefill_s": 1e-4}
+        knobs["answer"] = lambda asked: asked.rng.choices(VOCABULARY, k=work.sampled)
         opened = [await stack.enter_async_context(open_fake_engine(WeightWire(), **knobs)) for _ in range(work.engines)]
-        return [(each.url, lambda each=each: counted(each)) for each in opened]
+        return [(each.url, partial(counted, each)) for each in opened]
 
     longest = work.prompt + work.turns * (work.sampled + work.given)
     config = folder / "engine.toml"
@@ -137,11 +139,7 @@ async def open_engines(work: Work, stack: AsyncExitStack, processes: ExitStack, 
     for number in range(work.engines):
         engine = processes.enter_context(open_engine(folder / str(number), *flags, config=config, forked=False))
         urls.append(f"http://127.0.0.1:{engine.port}")
-    return [(url, lambda url=url: counted_by_vllm(url)) for url in urls]
-
-
-def answer_of(asked: Any, length: int) -> list[int]:
-    return [asked.rng.choice(VOCABULARY) for _ in range(length)]
+    return [(url, partial(counted_by_vllm, url)) for url in urls]
 
 
 async def counted(engine: Any) -> int:
@@ -154,7 +152,7 @@ async def counted_by_vllm(url: str) -> float:
 
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         text = (await client.get(f"{url}/metrics")).text
-    pattern = r'^vllm:(?:generation_tokens_total|prompt_tokens_by_source_total)\{([^}]*)\} (\S+)$'
+    pattern = r"^vllm:(?:generation_tokens_total|prompt_tokens_by_source_total)\{([^}]*)\} (\S+)$"
     found = re.findall(pattern, text, re.MULTILINE)
     return sum(float(value) for labels, value in found if "source" not in labels or "local_compute" in labels)
 

@@ -165,7 +165,7 @@ def computed_tokens(group: list[Rollout]) -> np.ndarray:
 
 def _computed_frac(name: str, counts: list[np.ndarray]) -> Metrics:
     """Return the tokens that engines computed per token that exists; nothing if no engine counts them."""
-    computed, existing = sum(counts)
+    computed, existing = np.sum(counts, axis=0)
     return {name: float(computed / existing)} if existing else {}
 
 

@@ -183,7 +183,8 @@ def test_the_metrics_of_a_batch_by_hand():
         under("reward", mean=0.75, std=np.sqrt(3) / 4, min=0.0, max=1.0, group_std=0.25)  # of groups: 0.5 and 0
         | under("lag", mean=np.mean(lags), max=3, beyond_frac=4 / 8)  # beyond the step that generation runs ahead
         | under("tokens", completion_mean=2.0, completion_max=3, total=4 * 2 + 8)
-        | {"truncated_frac": 0.25, "turns/mean": 2.0, "perf/tokens_computed_frac": 16 / 7, "groups/signal_frac": 1 / 3}  # of groups 1, 2 and 3
+        | {"truncated_frac": 0.25, "turns/mean": 2.0, "perf/tokens_computed_frac": 16 / 7}
+        | {"groups/signal_frac": 1 / 3}  # of groups 1, 2 and 3
         | under("rollouts", trained=3, with_signal=3, dropped=4, error_rate=2 / 8, rewritten=0)
         | under("rollouts/dropped", no_signal=2, score=1, timeout=1)
         | under("filters", truncated_frac=0.25, repetition_frac=0, gibberish_frac=0, zero_advantage_frac=0.25)

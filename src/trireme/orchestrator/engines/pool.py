@@ -204,7 +204,8 @@ class InferencePool:
         data = msgspec.json.encode(body)
 
         async def ask(place: Place) -> ParsedMessage:
-            status, answer = await place.engine.request("v1/chat/completions/derender", data, timeout=self.request_timeout)
+            engine = place.engine
+            status, answer = await engine.request("v1/chat/completions/derender", data, timeout=self.request_timeout)
             if status >= 400:
                 raise ValueError(f"The engine could not parse a turn ({status}): {words_of(answer)}")
             return read_choice(answer, Parsed).message

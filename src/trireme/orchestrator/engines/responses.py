@@ -83,7 +83,7 @@ class Response(Prompted, kw_only=True):
     @property
     def num_cached(self) -> int | None:
         """Tokens of the prompt that were in the prefix cache; None if the engine does not say."""
-        details = self.usage and self.usage.prompt_tokens_details
+        details = None if self.usage is None else self.usage.prompt_tokens_details
         return None if details is None else details.cached_tokens
 
 

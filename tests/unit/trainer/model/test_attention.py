@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from support.models.families import build_attending_model, build_config, flash_on_cpu
 from trireme.algo.packing import buckets, positions, share_prefixes, unsampled_row
 from trireme.config.trainer import TrainerModel
-from trireme.trainer.model.forward import attach_scorer, scorer_of, computed_fracs
+from trireme.trainer.model.forward import attach_scorer, computed_fracs, scorer_of
 from trireme.trainer.model.packing.attention import ARGUMENT, FLASH, PackedRow, attend_on_cpu, use_packed_attention
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Lora, Loss, Optimizer, TrainerConfig, TrainerModel, Vlm
 from trireme.messages import Picture, build_tokens
-from trireme.trainer.model.forward import compute_columns, scorer_of, computed_fracs
+from trireme.trainer.model.forward import compute_columns, computed_fracs, scorer_of
 from trireme.trainer.model.lora import is_adapter
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.vision import give_pictures
