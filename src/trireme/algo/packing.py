@@ -6,7 +6,7 @@ All is deterministic: the same samples give the same rows on every machine.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -140,11 +140,18 @@ class SharedPrefixes:
 
 
 def share_prefixes(ids: np.ndarray, lengths: list[int]) -> SharedPrefixes:
-    """Find the tokens before which samples are the same."""
+    """Find the tokens before which samples are the same.
+
+    In alphabetical order, each sample shares its longest prefix with a neighbour, so neighbours are compared.
+    """
     starts = np.cumsum([0, *lengths[:-1]])
     samples = [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     owners = np.arange(len(ids))
-    for before, number, alike in _neighbours(samples):
+
+    # Big-endian bytes sort as the ids do, so that samples which begin alike become neighbours.
+    in_order = sorted(range(len(samples)), key=lambda number: samples[number].astype(">i8").tobytes())
+    for before, number in pairwise(in_order):
+        alike = _num_alike(samples[before], samples[number])
         # Owners are passed on: the neighbour's prefix may belong to a sample before it already.
         owners[starts[number] : starts[number] + alike] = owners[starts[before] : starts[before] + alike]
     kept = np.unique(owners)
@@ -153,18 +160,13 @@ def share_prefixes(ids: np.ndarray, lengths: list[int]) -> SharedPrefixes:
 
 def num_distinct(samples: list[np.ndarray]) -> int:
     """Count the tokens of samples, those that stand behind the same beginning once."""
-    return sum(map(len, samples)) - sum(alike for _, _, alike in _neighbours(samples))
+    in_order = sorted(samples, key=np.ndarray.tobytes)  # in any order by bytes, samples that begin alike are neighbours
+    return sum(map(len, samples)) - sum(map(_num_alike, in_order, in_order[1:]))
 
 
-def _neighbours(samples: list[np.ndarray]) -> Iterator[tuple[int, int, int]]:
-    """Yield each sample that shares a prefix with one before it: that one's number, its own, and how many tokens.
-
-    In alphabetical order, each sample shares its longest prefix with a neighbour, so neighbours are compared.
-    """
-    # Big-endian bytes sort as the ids do, so that samples which begin alike become neighbours.
-    in_order = sorted(range(len(samples)), key=lambda number: samples[number].astype(">i8").tobytes())
-    for before, number in pairwise(in_order):
-        shortest = min(len(samples[before]), len(samples[number]))
-        different = np.flatnonzero(samples[before][:shortest] != samples[number][:shortest])
-        if alike := int(different[0]) if len(different) else shortest:
-            yield before, number, alike
+def _num_alike(one: np.ndarray, other: np.ndarray) -> int:
+    """Return how many tokens two samples begin with in common."""
+    shortest = min(len(one), len(other))
+    same = one[:shortest] == other[:shortest]
+    place = int(same.argmin()) if shortest else 0  # the first that differs, if one does
+    return place if shortest and not same[place] else shortest

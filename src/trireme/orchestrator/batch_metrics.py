@@ -103,7 +103,7 @@ def metrics_in_parts(
     }
 
     # The samples of a group begin alike. Groups are compared one by one, as long samples take milliseconds.
-    computed: dict[str, list[np.ndarray]] = {}
+    computed: dict[str, list[tuple[int, int]]] = {}
     for group in groups:
         computed.setdefault(group[0].env, []).append(computed_tokens(group))
         yield {}
@@ -155,18 +155,20 @@ def _solved_fracs(rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> tuple
     return float(none), float(every)
 
 
-def computed_tokens(group: list[Rollout]) -> np.ndarray:
-    """[2] the tokens that engines computed for a group, and those of its samples: those that stand behind the same
+def computed_tokens(group: list[Rollout]) -> tuple[int, int]:
+    """Return the tokens that engines computed for a group, and those of its samples: those that stand behind the same
     beginning once. Without the rollouts of engines that do not count."""
     counted = [rollout for rollout in group if rollout.num_computed is not None]
-    samples = [distinct_ids(each.ids, each.pictures) for rollout in counted for each in rollout.samples]
-    return np.array([sum(rollout.num_computed or 0 for rollout in counted), num_distinct(samples)])
+    samples = [each for rollout in counted for each in rollout.samples]
+    has_pictures = any(each.pictures for each in samples)
+    ids = [distinct_ids(each.ids, each.pictures) if has_pictures else each.ids for each in samples]
+    return sum(rollout.num_computed or 0 for rollout in counted), num_distinct(ids)
 
 
-def _computed_frac(name: str, counts: list[np.ndarray]) -> Metrics:
+def _computed_frac(name: str, counts: list[tuple[int, int]]) -> Metrics:
     """Return the tokens that engines computed per token that exists; nothing if no engine counts them."""
-    computed, existing = np.sum(counts, axis=0)
-    return {name: float(computed / existing)} if existing else {}
+    computed, existing = map(sum, zip(*counts, strict=True))
+    return {name: computed / existing} if existing else {}
 
 
 def _turns(name: str, rollouts: list[Rollout]) -> Metrics:

@@ -30,7 +30,7 @@ async def opened(**knobs: Any) -> AsyncIterator[tuple[InferencePool, list[FakeEn
         fakes = [await stack.enter_async_context(open_fake_engine(WeightWire(), **SAYS | knobs)) for _ in range(2)]
         urls = [fake.url for fake in fakes]
         pool = await stack.enter_async_context(open_inference_pool(urls, waits=Waits("test"), **limits))
-        pool.affinity.request_s, pool.affinity.measure = 1e-4, lambda *_: None  # one request: as one token
+        pool.affinity.request_s, pool.affinity.measure = 1e-4, lambda *_, **__: None  # one request: as one token
         for engine, fake in zip(pool.engines, fakes, strict=True):
             engine.num_cores = fake.num_cores
             await update(pool, engine, 0)
@@ -132,11 +132,12 @@ def test_what_an_update_makes_an_engine_compute_again_is_counted():
 @given(st.floats(0, 0.01), st.floats(0.002, 0.02), st.floats(1e-6, 1e-3), st.lists(st.integers(1, 500), min_size=60))
 def test_factors_are_measured_within_what_engines_can_do(per_load_s, token_s, prefill_s, prompts):
     """Answers of 50 tokens that each take `token_s`, and `per_load_s` more for each request that shares the core."""
-    affinity = Affinity()
+    affinity, place = Affinity(), Place(Engine("a", None), 0)
     for load, num_prompt in enumerate(prompts[:60], 1):
         rate = token_s + per_load_s * load
         response = Response(choices=[], prefill_s=prefill_s * num_prompt)
-        affinity.measure(Place(Engine("a", None), 0), 50 * rate + response.prefill_s, load, num_prompt, 50, response)
+        seconds = 50 * rate + response.prefill_s
+        affinity.measure(place, num_prompt, 50, response, seconds=seconds, load=load)
     equal_part = token_s / 30.5 + per_load_s  # of the mean load
     assert affinity.request_s == pytest.approx(50 * max(per_load_s, 0.1 * equal_part), rel=0.01)
     assert affinity.token_s == pytest.approx(prefill_s)
@@ -149,6 +150,6 @@ def test_records_that_no_cache_confirms_count_less_and_less():
     assert (place.engine.url, place.num_held) == ("b", 96)
     for _ in range(10):
         response = Response(choices=[], usage=Usage(PromptDetails(0)))
-        affinity.measure(place, 1.0, 1, 100, 40, response)
+        affinity.measure(place, 100, 40, response, seconds=1.0, load=1)
     assert affinity.hit_frac == 0
     assert affinity.choose(engines, hashes, 100).engine.url == "a"

@@ -23,11 +23,13 @@ its conversations move.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from trireme.journal.model_turn import Turn
 from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.responses import Response
 
@@ -51,9 +53,9 @@ class Place(NamedTuple):
     def load(self) -> int:
         return self.engine.in_flight_by_core[self.core]
 
-    @property
-    def cache(self) -> Cache:
-        return self.engine.url, self.core, self.engine.life, self.engine.version
+
+def cache_of(engine: Engine, core: int) -> Cache:
+    return engine.url, core, engine.life, engine.version
 
 
 def prefix_hashes(ids: list[int], earlier: list[int] | None = None) -> list[int]:
@@ -90,9 +92,8 @@ class Affinity:
             hashes: `prefix_hashes` of the prompt; empty if engines may not use their caches for it.
             num_tokens: tokens of the prompt.
         """
-        places = [Place(engine, core) for engine in engines for core in range(engine.num_cores)]
-        if len(places) == 1:
-            return places[0]
+        if len(engines) == 1 and engines[0].num_cores == 1:
+            return Place(engines[0], 0)
 
         # The longest prefix that each cache holds.
         held: dict[Cache, int] = {}
@@ -100,25 +101,43 @@ class Affinity:
             for cache in self._caches.get(hashes[number - 1], ()):
                 held.setdefault(cache, number * BLOCK)
 
-        def seconds(place: Place) -> float:
-            return place.load * self.request_s + (num_tokens - self.hit_frac * place.num_held) * self.token_s
-
-        return min((place._replace(num_held=held.get(place.cache, 0)) for place in places), key=seconds)
+        # The wait at each of them, less what it has computed already.
+        best, least_s = None, math.inf
+        for engine in engines:
+            for core in range(engine.num_cores):
+                num_held = held.get(cache_of(engine, core), 0) if held else 0
+                to_compute = num_tokens - self.hit_frac * num_held
+                seconds = engine.in_flight_by_core[core] * self.request_s + to_compute * self.token_s
+                if best is None or seconds < least_s:
+                    best, least_s = Place(engine, core, num_held), seconds
+        assert best is not None, "no engine to choose from"
+        return best
 
     def record(self, place: Place, hashes: list[int]) -> None:
         """Note that a core holds a prefix, or will once it has computed what is under way."""
         if not hashes:
             return
-        cache = place.cache
+        cache = cache_of(place.engine, place.core)
         others = (each for each in self._caches.pop(hashes[-1], ()) if each[:2] != cache[:2])
         self._caches[hashes[-1]] = (*others, cache)
         if len(self._caches) > MOST_PREFIXES:
             self._caches.popitem(last=False)
 
-    def measure(
-        self, place: Place, seconds: float, load: int, num_prompt: int, num_sampled: int, response: Response
+    def learn(
+        self, place: Place, hashes: list[int], ids: list[int], turn: Turn, response: Response, **took: Any
     ) -> None:
-        """Take one answer into account.
+        """Take the answer to a prompt into account. `measure` has the further arguments."""
+        # An update in the middle makes the engine compute everything again, which its cache then holds.
+        if hashes and turn.versions and turn.versions[-1] == (place.engine.version or 0):
+            self.record(place, hashes)
+            self.record(place, prefix_hashes(ids + turn.ids, hashes))
+        if turn.versions and turn.versions[0] == turn.versions[-1]:
+            self.measure(place, len(ids), len(turn.ids), response, **took)
+
+    def measure(
+        self, place: Place, num_prompt: int, num_sampled: int, response: Response, *, seconds: float, load: int
+    ) -> None:
+        """Measure how fast engines are, and how far records can be trusted, by an answer that no update met.
 
         Args:
             place: as it was chosen.
@@ -128,7 +147,7 @@ class Affinity:
         self._num_answers += 1
         weight = max(NEWEST, 1 / self._num_answers)
         prefill_s, num_cached = response.prefill_s, response.num_cached
-        rate = (seconds - (prefill_s or 0.0)) / max(1, num_sampled)
+        rate = (seconds - (prefill_s or 0.0)) / num_sampled
         now = (load, rate, load**2, load * rate, num_sampled)
         self._sampling = tuple(mean + weight * (new - mean) for mean, new in zip(self._sampling, now, strict=True))
 

@@ -171,15 +171,11 @@ class InferencePool:
                 num_cached=response.num_cached,
             )
 
-            # Of an answer over several versions, the engine has computed everything again with the newest.
-            if hashes and turn.versions and turn.versions[-1] == engine.version:
-                self.affinity.record(place, hashes)
-                self.affinity.record(place, prefix_hashes(ids + turn.ids, hashes))
             if response.num_cached is not None:
                 engine.num_prompt += len(ids)
                 engine.num_cached += response.num_cached
-            if has_choice and len(choice.weight_versions) == 1:
-                self.affinity.measure(place, seconds, load, len(ids), len(turn.ids), response)
+            if has_choice:
+                self.affinity.learn(place, hashes, ids, turn, response, seconds=seconds, load=load)
             return turn
 
         async with self.slots:

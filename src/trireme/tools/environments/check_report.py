@@ -111,7 +111,7 @@ def build_report(
     groups = defaultdict(list)
     for rollout in scored:
         groups[rollout.example].append(rollout)
-    computed, existing = sum(map(computed_tokens, groups.values()), np.zeros(2))
+    computed, existing = (sum(each) for each in zip((0, 0), *map(computed_tokens, groups.values()), strict=True))
     return CheckReport(
         loaded=loaded,
         policy=policy,
@@ -125,7 +125,7 @@ def build_report(
         rewards=rewards_of((outcome.spec.example, outcome.reward) for outcome in outcomes),
         components=means(rollout.metrics for rollout in scored),
         lengths=means({name: n for name, n in each.items() if n is not None} for each in counted),
-        computed_frac=float(computed / existing) if existing else None,
+        computed_frac=computed / existing if existing else None,
         truncated=float(np.mean([rollout.truncated for rollout in scored])) if scored else 0.0,
         stops=dict(Counter(rollout.stop or "(not said)" for rollout in scored).most_common()),
         troubles=sorted(troubles, key=lambda trouble: -trouble.count),
