@@ -27,7 +27,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trireme.journal.model_turn import Turn
 from trireme.orchestrator.engines.engine import Engine
@@ -113,6 +113,11 @@ class Affinity:
         assert best is not None, "no engine to choose from"
         return best
 
+    def send(self, place: Place, hashes: list[int]) -> int:
+        """Note that a prompt is sent to a core. Returns how many requests share the core then."""
+        self.record(place, hashes)
+        return place.load + 1
+
     def record(self, place: Place, hashes: list[int]) -> None:
         """Note that a core holds a prefix, or will once it has computed what is under way."""
         if not hashes:
@@ -124,15 +129,32 @@ class Affinity:
             self._caches.popitem(last=False)
 
     def learn(
-        self, place: Place, hashes: list[int], ids: list[int], turn: Turn, response: Response, **took: Any
+        self,
+        place: Place,
+        hashes: list[int],
+        ids: list[int],
+        turn: Turn,
+        response: Response,
+        *,
+        seconds: float,
+        load: int,
     ) -> None:
-        """Take the answer to a prompt into account. `measure` has the further arguments."""
+        """Take the answer to a prompt into account.
+
+        Args:
+            place: as it was chosen.
+            hashes: of the prompt.
+            ids: the prompt.
+            seconds: until the whole answer.
+            load: requests that shared the core when the prompt was sent.
+        """
         # An update in the middle makes the engine compute everything again, which its cache then holds.
         if hashes and turn.versions and turn.versions[-1] == (place.engine.version or 0):
             self.record(place, hashes)
             self.record(place, prefix_hashes(ids + turn.ids, hashes))
         if turn.versions and turn.versions[0] == turn.versions[-1]:
-            self.measure(place, len(ids), len(turn.ids), response, **took)
+            load = max(load, place.load + 1)
+            self.measure(place, len(ids), len(turn.ids), response, seconds=seconds, load=load)
 
     def measure(
         self, place: Place, num_prompt: int, num_sampled: int, response: Response, *, seconds: float, load: int
@@ -140,8 +162,6 @@ class Affinity:
         """Measure how fast engines are, and how far records can be trusted, by an answer that no update met.
 
         Args:
-            place: as it was chosen.
-            seconds: until the whole answer.
             load: requests that shared the core, this one included.
         """
         self._num_answers += 1

@@ -140,15 +140,14 @@ class InferencePool:
         )
 
         # With one core there is nothing to choose.
-        has_choice = len(self.engines) > 1 or any(engine.num_cores > 1 for engine in self.engines)
+        has_choice = len(self.engines) != 1 or self.engines[0].num_cores > 1
         hashes = prefix_hashes(ids) if self.shares_prefixes and has_choice else []
 
         async def ask(place: Place) -> Turn:
             engine, life = place.engine, place.engine.life
-            self.affinity.record(place, hashes)
-            began, load = time.monotonic(), place.load + 1
+            began, load = time.monotonic(), self.affinity.send(place, hashes) if has_choice else 1
             response = await self.post_generate(engine, body, max_bytes=max_bytes, core=place.core)
-            seconds, load = time.monotonic() - began, max(load, place.load + 1)
+            seconds = time.monotonic() - began
             if pictures:
                 check_prompt(response, ids)
             choice = choice_of(response, max_tokens=max_tokens, vocab_size=self.vocab_size)
