@@ -34,6 +34,11 @@ class EngineStatus(msgspec.Struct, frozen=True):
     url: str = ""
     state: str = ""
     version: int | None = None
+    prefix_hit_frac: float | None = None  # share of prompts' tokens that its prefix cache had
+
+    @property
+    def hits(self) -> str:
+        return "" if self.prefix_hit_frac is None else f", {self.prefix_hit_frac:.0%} of prompts cached"
 
 
 class Status(msgspec.Struct, frozen=True):

@@ -108,7 +108,7 @@ class Status:
             "failures": self.scheduler.num_failures if self.scheduler else 0,
             "waits": waits,
             "engines": [
-                {"url": engine.url, "state": engine.state, "version": engine.version, "in_flight": engine.in_flight}
+                {name: getattr(engine, name) for name in ("url", "state", "version", "in_flight", "prefix_hit_frac")}
                 for engine in engines
             ],
             "processes": {"orchestrator": {"state": self.state}} | processes,

@@ -7,6 +7,7 @@ retried once the engine, or its successor, is there.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -85,7 +86,10 @@ class Engine:
     num_workers: int = 1  # ranks in the weight group
     num_cores: int = 1  # engine cores, one for each data-parallel replica, each with its share of the workers
     in_flight: int = 0
+    in_flight_by_core: Counter[int] = field(default_factory=Counter)
     most_in_flight: int = 0  # since the batch before
+    num_prompt: int = 0  # tokens of all prompts whose answers say how many of them were in the prefix cache
+    num_cached: int = 0  # tokens of them that were
     receives: int | None = None  # version that it is being given
     is_paused: bool = False  # for that version: its requests are frozen
     life: int = 0  # counts up each time that it comes up
@@ -95,6 +99,11 @@ class Engine:
     def has_few(self) -> bool:
         """Less than half of the requests that it had: the last ones of a batch leave most of its slots empty."""
         return 2 * self.in_flight < self.most_in_flight
+
+    @property
+    def prefix_hit_frac(self) -> float | None:
+        """Share of prompts' tokens that were in the prefix cache; None before an answer tells."""
+        return self.num_cached / self.num_prompt if self.num_prompt else None
 
     # requests
 

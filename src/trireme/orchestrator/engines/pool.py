@@ -1,4 +1,4 @@
-"""The engines of a run: which may be asked, and a request to the least busy of them, retried until it is answered.
+"""The engines of a run: which may be asked, and a request to one of them, retried until it is answered.
 
 An engine is quarantined until it has confirmed the current policy version, and a request waits rather than be answered
 by unconfirmed weights. A request that an engine drops (it died, or was restarted) is retried with another engine, or
@@ -31,6 +31,7 @@ from trireme.base.waiting import Waits
 from trireme.config.sampling import is_cut
 from trireme.journal.model_turn import Turn
 from trireme.messages import Picture
+from trireme.orchestrator.engines.affinity import Affinity, Place, prefix_hashes
 from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session, words_of
 from trireme.orchestrator.engines.expert_routes import ExpertShape
 from trireme.orchestrator.engines.generation import Unconfirmed, largest_answer, read_turn
@@ -82,6 +83,7 @@ class InferencePool:
     experts: ExpertShape | None = None  # sizes of the model, if engines report which experts they use (router replay)
     keeps_top_logprobs: bool = False  # turns have the logprobs of the likeliest tokens, for the loss
     shares_prefixes: bool = True  # engines may reuse a prompt's beginning from an earlier request
+    affinity: Affinity = field(default_factory=Affinity)
     # called when the state of an engine, or whether it has (few) requests, changes
     watch: Callable[[Engine], None] = lambda engine: None
     is_begun: bool = False  # the run has a confirmed version: from then on, engines may stay away for long
@@ -102,7 +104,7 @@ class InferencePool:
         content_parts: Sequence[dict[str, str]] = (),
         routes_from: int | None = None,
     ) -> Turn:
-        """Generate one turn with the live engine that has the fewest requests.
+        """Generate one turn with the live engine that will answer it soonest (`affinity`).
 
         Args:
             pictures: in `ids`.
@@ -140,9 +142,15 @@ class InferencePool:
             num_prompt=len(ids), max_tokens=max_tokens, num_kept=params["logprobs"], experts=self.experts
         )
 
-        async def ask(engine: Engine) -> Turn:
-            life = engine.life
-            response = await self.post_generate(engine, body, max_bytes=max_bytes)
+        # With one core there is nothing to choose.
+        has_choice = len(self.engines) != 1 or self.engines[0].num_cores > 1
+        hashes = prefix_hashes(ids) if self.shares_prefixes and has_choice else []
+
+        async def ask(place: Place) -> Turn:
+            engine, life = place.engine, place.engine.life
+            began, load = time.monotonic(), self.affinity.send(place, hashes) if has_choice else 1
+            response = await self.post_generate(engine, body, max_bytes=max_bytes, core=place.core)
+            seconds = time.monotonic() - began
             if pictures:
                 check_prompt(response, ids)
             choice = choice_of(response, max_tokens=max_tokens, vocab_size=self.vocab_size)
@@ -153,7 +161,7 @@ class InferencePool:
                 await self.live.wait()
             if engine.life != life or engine.state != "live":
                 raise Unconfirmed("the engine died before it had confirmed the weights that this answer came from")
-            return read_turn(
+            turn = read_turn(
                 choice,
                 newest=engine.version or 0,
                 vocab_size=self.vocab_size,
@@ -161,10 +169,19 @@ class InferencePool:
                 num_top=params["logprobs"] if self.keeps_top_logprobs else 0,
                 experts=None if routes_from is None else self.experts,
                 num_computed=len(ids) - (routes_from or 0),
+                num_prompt=len(ids),
+                num_cached=response.num_cached,
             )
 
+            if response.num_cached is not None:
+                engine.num_prompt += len(ids)
+                engine.num_cached += response.num_cached
+            if has_choice:
+                self.affinity.learn(place, hashes, ids, turn, response, seconds=seconds, load=load)
+            return turn
+
         async with self.slots:
-            turn = await self._retry(ask)
+            turn = await self._retry(ask, hashes, len(ids))
 
         # vLLM says `length` for both limits.
         if turn.finish_reason == "length" and len(turn.ids) >= max_tokens:
@@ -184,7 +201,8 @@ class InferencePool:
         """
         data = msgspec.json.encode(body)
 
-        async def ask(engine: Engine) -> ParsedMessage:
+        async def ask(place: Place) -> ParsedMessage:
+            engine = place.engine
             status, answer = await engine.request("v1/chat/completions/derender", data, timeout=self.request_timeout)
             if status >= 400:
                 raise ValueError(f"The engine could not parse a turn ({status}): {words_of(answer)}")
@@ -209,12 +227,8 @@ class InferencePool:
             PeerDied: it did not answer.
         """
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": OF_PROMPT, "priority": FIRST} | self._model())
-
-        # Each core holds its own copy of the weights, so each is probed by itself.
-        headers = {"X-data-parallel-rank": str(core)} if engine.num_cores > 1 else None
-
-        try:
-            return prompt_logprobs_of(await self.post_generate(engine, body, headers=headers), ids)
+        try:  # each core holds its own copy of the weights, so each is probed by itself
+            return prompt_logprobs_of(await self.post_generate(engine, body, core=core), ids)
         except RequestRefused as error:
             if error.status != 400:  # a successor may answer so that was not given the policy's name yet
                 raise PeerDied(f"{engine.url} did not answer the probe: {error}") from error
@@ -226,8 +240,10 @@ class InferencePool:
         except (*REQUEST_ERRORS, ValueError) as error:
             raise PeerDied(f"{engine.url} did not answer the probe: {message_of(error)}") from error
 
-    async def _retry(self, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
-        """Ask an engine, the least busy first, until one does not drop the request.
+    async def _retry(
+        self, ask: Callable[[Place], Awaitable[Answer]], hashes: Sequence[int] = (), num_tokens: int = 0
+    ) -> Answer:
+        """Ask a live engine, until one does not drop the request. `Affinity.choose` has the arguments.
 
         Waits without a deadline while no engine may be asked. The wait for the batch has one, and says why.
         """
@@ -239,9 +255,10 @@ class InferencePool:
                 self.live.clear()
                 await self.live.wait()
 
-            engine = min(askable, key=lambda engine: engine.in_flight)
+            place = self.affinity.choose(askable, hashes, num_tokens)
+            engine = place.engine
             try:
-                return await ask(engine)
+                return await ask(place)
             except (*REQUEST_ERRORS, Unconfirmed) as error:
                 words = message_of(error)
                 if interruptions != self.interruptions:
@@ -264,10 +281,12 @@ class InferencePool:
         body: bytes,
         *,
         max_bytes: int = LARGEST_ANSWER,
-        headers: dict[str, str] | None = None,
+        core: int = 0,
     ) -> Response:
-        """Send one request for tokens to this engine."""
+        """Send one request for tokens to this core of an engine."""
+        headers = {"X-data-parallel-rank": str(core)} if engine.num_cores > 1 else None
         self.count(engine, 1)
+        engine.in_flight_by_core[core] += 1
         self.num_requests += 1
         try:
             status, data = await engine.request(
@@ -275,6 +294,7 @@ class InferencePool:
             )
         finally:
             self.count(engine, -1)
+            engine.in_flight_by_core[core] -= 1
 
         # A refusal is not retried, because every engine would repeat it. Any other failure is.
         if 400 <= status < 500:
