@@ -69,7 +69,7 @@ class Status:
     def snapshot(self) -> dict[str, Any]:
         now = time.monotonic()
         heartbeats = list(self.peers.heartbeats.items())  # a copy: more may arrive while it is read
-        engines = self.pool.engines if self.pool else []
+        engines = list(self.pool.engines) if self.pool else []
 
         # Ages, not times, as a reader on another machine may have another clock.
         processes = {
@@ -108,7 +108,13 @@ class Status:
             "failures": self.scheduler.num_failures if self.scheduler else 0,
             "waits": waits,
             "engines": [
-                {"url": engine.url, "state": engine.state, "version": engine.version, "in_flight": engine.in_flight}
+                {
+                    **{"url": engine.url, "state": "leaving" if engine.is_leaving else engine.state},
+                    **{"version": engine.version, "in_flight": engine.in_flight, "prefix_hits": engine.prefix_hits},
+                    "member": engine.member.id if engine.member else None,
+                    "joined_s_ago": round(time.time() - engine.member.since, 1) if engine.member else None,
+                    "facts": engine.member.facts if engine.member else {},
+                }
                 for engine in engines
             ],
             "processes": {"orchestrator": {"state": self.state}} | processes,

@@ -20,6 +20,7 @@ from trireme.base.errors import PeerDied, message_of
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import is_loopback, watched_socket
 from trireme.base.token import TOKEN, bearer, token
+from trireme.journal.members import Member
 from trireme.orchestrator.engines.responses import (
     Answer,
     BadAnswer,
@@ -54,15 +55,14 @@ def words_of(answer: bytes) -> str:
 
 
 @asynccontextmanager
-async def open_engine_session(urls: list[str], *, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
+async def open_engine_session(*, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
     """Open a session with the run's token, whose connections to other machines do not outlive a cut cable.
 
     A whole request has `timeout_s`, unless it sets another timeout.
     """
-    is_far = not all(is_loopback(urlsplit(url).hostname or "") for url in urls)
     connector = aiohttp.TCPConnector(
         limit=0,  # the pool's `max_concurrent` is one
-        socket_factory=watched_socket if is_far else None,
+        socket_factory=watched_socket,
         keepalive_timeout=KEEP_IDLE_S,
     )
     async with aiohttp.ClientSession(
@@ -89,12 +89,23 @@ class Engine:
     receives: int | None = None  # version that it is being given
     is_paused: bool = False  # for that version: its requests are frozen
     life: int = 0  # counts up each time that it comes up
+    member: Member | None = None  # given if it joined the run (`joined.py`); engines of `hosts.inference` did not
+    is_confirmed: bool = False  # it has been live
+    is_leaving: bool = False  # it gets no new requests and no new weights
+    num_failures: int = 0  # transfers in a row that failed with it
+    prefix_hits: float | None = None  # share of its prompts' tokens that it had cached, if it says so
+    limits: set[asyncio.Timeout] = field(default_factory=set)  # timeouts of its requests, by which they are ended
     suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or may have been replaced
 
     @property
     def has_few(self) -> bool:
         """Less than half of the requests that it had: the last ones of a batch leave most of its slots empty."""
         return 2 * self.in_flight < self.most_in_flight
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Return whether it joined the run and has yet to show that it holds the right weights."""
+        return self.member is not None and not self.is_confirmed
 
     # requests
 
