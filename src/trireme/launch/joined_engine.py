@@ -71,21 +71,9 @@ class Membership:
                     break
         return False
 
-    def beat(self, prefix_hits: float | None) -> bool:
-        """Return whether it is a member still; False if it may join anew, or after a signal.
-
-        Raises: EngineDismissed if the run sent it away, SystemExit if the run is over; otherwise as `_ask`.
-        """
-        match self._ask(Beat(self.id, self._ticket, prefix_hits), what="an answer to its heartbeat"):
-            case Dismissed(reason=reason, is_over=True):
-                log.info("%s: %s", self._address, reason)
-                raise SystemExit(0)
-            case Dismissed(reason=reason):
-                raise EngineDismissed(f"The run at {self._address} sent engine {self.id} away: {reason}")
-            case Again(reason=reason):
-                log.warning("%s: %s; joining again", self._address, reason)
-                return False
-        return True
+    def beat(self, prefix_hits: float | None) -> Reply | None:
+        """Say that the server's process lives. Return `Ok`, `Again`, `Dismissed`, or None after a signal."""
+        return self._ask(Beat(self.id, self._ticket, prefix_hits), what="an answer to its heartbeat")
 
     def leave(self, within_s: float) -> None:
         """Have the orchestrator stop using the server, and wait until it may end: at most `within_s`, and no longer
@@ -137,7 +125,7 @@ def serve(
 ) -> int:
     """Run the server of a member until a signal, the end of the run, or its own. Return the exit code.
 
-    Raises: as the methods of `Membership`; the server is ended.
+    Raises: EngineDismissed if the run sends it away; otherwise as `Membership`. The server is ended.
     """
     hits, beat_at, ask_at = None, 0.0, 0.0
     with open_children([spec], lambda: len(signals) > 1, END_S) as children:
@@ -153,8 +141,16 @@ def serve(
                 hits, ask_at = _prefix_hits(url), time.monotonic() + ASK_SERVER_S
             if time.monotonic() > beat_at:
                 beat_at = time.monotonic() + BEAT_S
-                if not membership.beat(hits) and (terms := membership.terms()) is not None:
-                    membership.register(terms, url, facts)
+                match membership.beat(hits):
+                    case Dismissed(reason=reason, is_over=True):
+                        log.info("engine %d ends: %s", membership.id, reason)
+                        return 0
+                    case Dismissed(reason=reason):
+                        raise EngineDismissed(f"The run sent engine {membership.id} away: {reason}")
+                    case Again(reason=reason):
+                        log.warning("%s; joining again", reason)
+                        if (terms := membership.terms()) is not None:
+                            membership.register(terms, url, facts)
             time.sleep(POLL_S)
 
         log.info("engine %d leaves the run, within %.0f s", membership.id, drain_timeout_s)

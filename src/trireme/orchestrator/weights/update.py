@@ -158,13 +158,16 @@ class WeightUpdates:
         newest, update = self._policy.versions.newest, self._update
         is_confirming = update is not None and update.message.version == version and update.is_confirming
 
-        # Engines need the version if it was never confirmed, or if some came up after it was.
+        # Engines need the version if it was never confirmed, or if some came up after it was. One that has just joined
+        # is part of no update of all engines: the trainer waits for the end of such an update, and sends it its own.
         if version > newest and not is_confirming:
             return Publish(reason=f"version {version} was not confirmed")
-        if version < newest or self._policy.is_moving:
+        waiting = [engine for engine in self._policy.pool.reachable() if engine.state == "quarantined"]
+        if self._policy.is_moving:
+            waiting = [engine for engine in waiting if engine.is_newcomer] if is_confirming else []
+        if version < newest or not waiting:
             return None
-        waiting = [engine.url for engine in self._policy.pool.reachable() if engine.state == "quarantined"]
-        return Publish(reason=f"{', '.join(waiting)} came up without weights") if waiting else None
+        return Publish(reason=f"{', '.join(engine.url for engine in waiting)} came up without weights")
 
     def take_seconds(self) -> dict[str, float]:
         """Return metrics of the updates since the last call."""
