@@ -6,6 +6,7 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from trireme.config.files import without_secrets
 from trireme.config.model.content import content_of
 from trireme.config.run import RunConfig
 
@@ -50,7 +51,7 @@ def engine_facts(config: RunConfig) -> Facts:
     content = content_of(model, model, from_scratch=config.trainer.model.from_scratch)
     facts |= {f"the model's {part}": digest for part, digest in content.items()}
 
-    table = config.model_dump(mode="json")
+    table = without_secrets(config.model_dump(mode="json"))
     for key in (SHARED + (EXACT if config.synchronous else "")).split():
         value: Any = table
         for part in key.split("."):
@@ -73,7 +74,7 @@ def conflict_of(ours: Facts, theirs: Facts) -> str | None:
 
     A file that only one of them has on its disk is not compared. Digests of what is sent will show another model.
     """
-    for name in ours.keys() | theirs.keys():
+    for name in dict.fromkeys([*ours, *theirs]):  # software first: an older one differs in all else
         one, other = ours.get(name), theirs.get(name)
         is_file = name.startswith("the model's ")
         if one == other or (is_file and None in (one, other)) or (name in PACKAGES and one is None):

@@ -39,7 +39,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     prefix_hits: float | None = None  # share of its prompts' tokens that it had cached
     member: int | None = None  # its number if it joined the run
     joined_s_ago: float | None = None
-    facts: dict[str, str] = {}  # versions and settings with which it joined
+    software: dict[str, str] = {}  # versions with which it joined
 
     def __str__(self) -> str:
         words = [f"{self.url} {self.state}"]
@@ -49,7 +49,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
             words.append(f"prefix hits {self.prefix_hits:.0%}")
         if self.member is not None:
             since = f"{timedelta(seconds=int(self.joined_s_ago or 0))} ago"
-            words.append(f"joined as {self.member} {since} with vLLM {self.facts.get('vllm', 'of an unknown version')}")
+            words.append(f"joined as {self.member} {since} with vLLM {self.software.get('vllm', '?')}")
         return ", ".join(words)
 
 

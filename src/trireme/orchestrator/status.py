@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from trireme.base.errors import ConfigError
 from trireme.base.token import status_key
 from trireme.base.waiting import Waits
+from trireme.config.engine_facts import PACKAGES
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
 from trireme.monitor.collapse import Warned
@@ -113,7 +114,7 @@ class Status:
                     **{"version": engine.version, "in_flight": engine.in_flight, "prefix_hits": engine.prefix_hits},
                     "member": engine.member.id if engine.member else None,
                     "joined_s_ago": round(time.time() - engine.member.since, 1) if engine.member else None,
-                    "facts": engine.member.facts if engine.member else {},
+                    "software": {name: engine.member.facts.get(name, "") for name in PACKAGES} if engine.member else {},
                 }
                 for engine in engines
             ],

@@ -76,40 +76,38 @@ class JoinedEngines:
         self._joining, self._saving = asyncio.Lock(), asyncio.Lock()
         self._is_over = False
 
-        # Engines of an orchestrator that died serve on, and have to show what they hold.
+        # Members of an orchestrator that died serve on. They count once they beat: another may have their ports by now.
         found = read_members(config.paths.journal)
         self._next_id = found.next_id
         self._members = {member.id: member for member in found.members}
-        self._engines = {member.id: self._add(member) for member in found.members}
+        self._engines: dict[int, Engine] = {}
+        self._heard |= dict.fromkeys(self._members, time.monotonic())
         pool.expel = self.expel
-
-    def _add(self, member: Member) -> Engine:
-        self._heard[member.id] = time.monotonic()
-        return self._pool.add(member)
 
     async def run(self) -> None:
         """Follow the state of each member until cancelled. Raises: DeadlineExceeded if the run has no engine."""
         async with asyncio.TaskGroup() as self._tasks:
-            for engine in self._engines.values():
-                self._keep(engine)
             self._tasks.create_task(self._require_engine())
             while True:
                 await asyncio.sleep(POLL_S)
-                for id, engine in list(self._engines.items()):
-                    if engine.state == "starting" and time.monotonic() - self._heard.get(id, math.inf) > SILENT_S:
-                        log.warning("engine %d at %s has been silent for %.0f s: forgotten", id, engine.url, SILENT_S)
-                        self._forget(engine)
+                for id, member in list(self._members.items()):
+                    engine, silent_s = self._engines.get(id), time.monotonic() - self._heard.get(id, math.inf)
+                    if silent_s > SILENT_S and (engine is None or engine.state == "starting"):
+                        log.warning("engine %d at %s has been silent for %.0f s: forgotten", id, member.url, silent_s)
+                        self._forget(id)
                         await self._save()
 
-    def _keep(self, engine: Engine) -> None:
+    def _add(self, member: Member) -> None:
+        """Put a member's engine into the pool, and follow its state."""
+        engine = self._engines[member.id] = self._pool.add(member)
+
         async def keep() -> None:
             try:
                 await keep_engine(self._pool, engine, self._admit, self._config.inference.start_timeout_s)
             except DeadlineExceeded as error:
                 self.expel(engine, str(error))
 
-        assert engine.member is not None
-        self._keepers[engine.member.id] = self._tasks.create_task(keep())
+        self._keepers[member.id] = self._tasks.create_task(keep())
 
     async def _require_engine(self) -> None:
         """Wait for an engine, with a deadline, whenever the run has none that is to come back by itself."""
@@ -161,8 +159,8 @@ class JoinedEngines:
             return Refusal(error=problem)
 
         # A process that had this port before is gone. Its number stays its own.
-        for engine in [each for each in self._engines.values() if each.url == request.url]:
-            self._forget(engine)
+        for id in [each.id for each in self._members.values() if each.url == request.url]:
+            self._forget(id)
         member = Member(self._next_id, request.ticket, request.url, request.facts, time.time())
         self._next_id += 1
         self._members[member.id] = member
@@ -170,8 +168,8 @@ class JoinedEngines:
         await self._save()
         reach("member.recorded")
 
-        self._engines[member.id] = engine = self._add(member)
-        self._keep(engine)
+        self._heard[member.id] = time.monotonic()
+        self._add(member)
         log.info("engine %d at %s has joined and loads its model", member.id, member.url)
         return Joined(member=member.id)
 
@@ -193,39 +191,40 @@ class JoinedEngines:
         return conflict_of(self._facts, request.facts)
 
     def _beat(self, request: Beat) -> Reply:
-        engine = self._engine_of(request)
         if self._is_over or request.member in self._dismissed:
             self._heard.pop(request.member, None)
             reason = "the run is over" if self._is_over else self._dismissed[request.member]
             return Dismissed(reason=reason, is_over=self._is_over)
-        if engine is None:
+        if (member := self._member_of(request)) is None:
             return Again(reason=f"engine {request.member} was forgotten: it was not heard for {SILENT_S:.0f} s")
-        self._unspent.discard(request.member)
-        self._heard[request.member] = time.monotonic()
-        engine.prefix_hits = request.prefix_hits
+        if member.id not in self._engines:
+            self._add(member)
+        self._unspent.discard(member.id)
+        self._heard[member.id] = time.monotonic()
+        self._engines[member.id].prefix_hits = request.prefix_hits
         return Ok()
 
     async def _leave(self, request: Leave) -> Reply:
-        engine = self._engine_of(request)
-        if engine is None:
+        if (member := self._member_of(request)) is None:
             return Ok()
-        if not engine.is_leaving:
-            log.info("engine %d at %s leaves, with %d requests", request.member, engine.url, engine.in_flight)
-        engine.is_leaving = True
-        self._heard[request.member] = time.monotonic()
-        if not request.at_once and (engine.in_flight or engine.receives is not None):
-            await asyncio.sleep(POLL_S)
-            return NotYet(note=f"{engine.in_flight} requests are under way")
+        if (engine := self._engines.get(member.id)) is not None:
+            if not engine.is_leaving:
+                log.info("engine %d at %s leaves, with %d requests", member.id, member.url, engine.in_flight)
+            engine.is_leaving = True
+            self._heard[member.id] = time.monotonic()
+            if not request.at_once and (engine.in_flight or engine.receives is not None):
+                await asyncio.sleep(POLL_S)
+                return NotYet(note=f"{engine.in_flight} requests are under way")
 
         # Requests that are still under way go to other engines.
-        self._forget(engine)
+        self._forget(member.id)
         await self._save()
-        log.info("engine %d at %s has left", request.member, engine.url)
+        log.info("engine %d at %s has left", member.id, member.url)
         return Ok()
 
-    def _engine_of(self, request: Beat | Leave) -> Engine | None:
+    def _member_of(self, request: Beat | Leave) -> Member | None:
         member = self._members.get(request.member)
-        return self._engines.get(request.member) if member and is_same(member.ticket, request.ticket) else None
+        return member if member is not None and is_same(member.ticket, request.ticket) else None
 
     # the end of a membership
 
@@ -235,16 +234,15 @@ class JoinedEngines:
         if engine.member.id in self._engines:
             log.error("engine %d at %s is sent away: %s", engine.member.id, engine.url, reason)
             self._dismissed[engine.member.id] = reason
-            self._forget(engine)
+            self._forget(engine.member.id)
             self._tasks.create_task(self._save())
 
-    def _forget(self, engine: Engine) -> None:
-        assert engine.member is not None
-        id = engine.member.id
-        self._pool.remove(engine)
+    def _forget(self, id: int) -> None:
+        if (engine := self._engines.pop(id, None)) is not None:
+            self._pool.remove(engine)
         self._unspent.discard(id)
-        for of_each in (self._members, self._engines, self._heard):
-            of_each.pop(id, None)
+        self._members.pop(id, None)
+        self._heard.pop(id, None)
         if keeper := self._keepers.pop(id, None):
             keeper.cancel()
 
