@@ -439,7 +439,6 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
     member: Count
     ticket: Name
-    prefix_hits: Annotated[float, Meta(ge=0, le=1)] | None = None  # share of its prompts' tokens that it had cached
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -458,7 +457,7 @@ class Dismissed(msgspec.Struct, frozen=True, tag=True):
 
 
 Membership = GetTerms | Join | Beat | Leave
-Request = GetNewest | GetBatch | PolicyReady | PolicySent | Heartbeat | Done | GetTerms | Join | Beat | Leave
+Request = GetNewest | GetBatch | PolicyReady | PolicySent | Heartbeat | Done | Membership
 Reply = Newest | BatchReply | Publish | Go | Again | Live | Ok | NotYet | Refusal | Terms | Joined | Dismissed
 
 

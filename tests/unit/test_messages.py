@@ -44,7 +44,7 @@ REQUESTS: list[Request] = [
     wire.Done(run_id="run", version=20),
     wire.GetTerms(),
     wire.Join(ticket="9f3c", url="http://10.0.0.21:8000", facts={"vllm": "0.32.0"}),
-    wire.Beat(member=3, ticket="9f3c", prefix_hits=0.5),
+    wire.Beat(member=3, ticket="9f3c"),
     wire.Leave(member=3, ticket="9f3c", at_once=False),
 ]
 REPLIES: list[Reply] = [

@@ -13,7 +13,6 @@ for the rest (the launcher restarts the process).
     ├── NotFinite            3   gradients or logprobs are not numbers
     ├── WeightsMismatch      3   an engine has other weights than were sent
     ├── EngineRefused        3   an engine takes a request of ours for invalid
-    ├── EngineDismissed      3   a run sent this engine away, which had joined it
     ├── JournalCorrupt       3   what is on disk contradicts its checksum
     └── of one module each       RolloutFailed, Garbage, MalformedRequest, LoadFailed, WeightsReplaced
 """
@@ -63,12 +62,6 @@ class WeightsMismatch(TriremeError):
 
 class EngineRefused(TriremeError):
     """An engine refused a request as invalid (status 400). It would refuse the same request again."""
-
-    exit_code = 3
-
-
-class EngineDismissed(TriremeError):
-    """A run sent this engine away: it holds other weights than were sent, or never took any in."""
 
     exit_code = 3
 

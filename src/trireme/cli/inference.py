@@ -13,7 +13,7 @@ def main() -> None:
 
 def inference(argv: list[str]) -> int | None:
     if any(word.partition("=")[0] == "--join" for word in argv):
-        from trireme.cli.join import join
+        from trireme.launch.joined_engine import join
 
         return join(argv)
 

@@ -36,7 +36,6 @@ class EngineStatus(msgspec.Struct, frozen=True):
     state: str = ""
     version: int | None = None
     in_flight: int = 0
-    prefix_hits: float | None = None  # share of its prompts' tokens that it had cached
     member: int | None = None  # its number if it joined the run
     joined_s_ago: float | None = None
     software: dict[str, str] = {}  # versions with which it joined
@@ -45,8 +44,6 @@ class EngineStatus(msgspec.Struct, frozen=True):
         words = [f"{self.url} {self.state}"]
         if self.version is not None:
             words.append(f"version {self.version}, {self.in_flight} requests")
-        if self.prefix_hits is not None:
-            words.append(f"prefix hits {self.prefix_hits:.0%}")
         if self.member is not None:
             since = f"{timedelta(seconds=int(self.joined_s_ago or 0))} ago"
             words.append(f"joined as {self.member} {since} with vLLM {self.software.get('vllm', '?')}")

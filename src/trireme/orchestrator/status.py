@@ -111,7 +111,7 @@ class Status:
             "engines": [
                 {
                     **{"url": engine.url, "state": "leaving" if engine.is_leaving else engine.state},
-                    **{"version": engine.version, "in_flight": engine.in_flight, "prefix_hits": engine.prefix_hits},
+                    **{"version": engine.version, "in_flight": engine.in_flight},
                     "member": engine.member.id if engine.member else None,
                     "joined_s_ago": round(time.time() - engine.member.since, 1) if engine.member else None,
                     "software": {name: engine.member.facts.get(name, "") for name in PACKAGES} if engine.member else {},

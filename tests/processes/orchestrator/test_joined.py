@@ -63,7 +63,7 @@ class Guest:
 
     async def beat(self) -> None:
         while not isinstance(self.last, Dismissed | Again):
-            self.last = await asyncio.to_thread(self.membership.beat, None)
+            self.last = await asyncio.to_thread(self.membership.beat)
             await asyncio.sleep(0.02)
 
     async def leave(self, within_s: float) -> None:

@@ -93,7 +93,6 @@ class Engine:
     is_confirmed: bool = False  # it has been live
     is_leaving: bool = False  # it gets no new requests and no new weights
     num_failures: int = 0  # transfers in a row that failed with it
-    prefix_hits: float | None = None  # share of its prompts' tokens that it had cached, if it says so
     limits: set[asyncio.Timeout] = field(default_factory=set)  # timeouts of its requests, by which they are ended
     suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or may have been replaced
 

@@ -53,8 +53,7 @@ from trireme.orchestrator.engines.pool import InferencePool
 log = get_logger("engines")
 
 SILENT_S = 30.0  # a member that neither beats nor answers for so long has gone
-TICKET_S = 600.0  # between an engine's terms and its registration
-MOST_TICKETS = 1024
+MOST_TICKETS = 1024  # of engines that have their terms and have not registered yet
 FAREWELL_S = 5.0  # the longest wait at the end for members to hear that the run is over
 
 
@@ -68,7 +67,7 @@ class JoinedEngines:
     def __init__(self, config: RunConfig, pool: InferencePool, admit: Admit) -> None:
         self._config, self._pool, self._admit = config, pool, admit
         self._facts: Facts | None = None  # of this run, once an engine is compared with them
-        self._tickets: dict[str, float] = {}  # tickets of no member yet, and when they were made
+        self._tickets: list[str] = []  # tickets of no member yet
         self._heard: dict[int, float] = {}  # last sign of life of each member
         self._unspent: set[int] = set()  # members that have not said yet that they know it
         self._dismissed: dict[int, str] = {}  # members that were sent away, and why
@@ -138,21 +137,19 @@ class JoinedEngines:
                 return await self._leave(request)
 
     def _terms(self) -> Terms:
-        now = time.monotonic()
-        newest = [each for each in self._tickets.items() if now - each[1] < TICKET_S][-MOST_TICKETS + 1 :]
-        ticket = secrets.token_hex(16)
-        self._tickets = dict(newest) | {ticket: now}
-        return Terms(run=terms_of(self._config), ticket=ticket)
+        self._tickets = [*self._tickets[1 - MOST_TICKETS :], secrets.token_hex(16)]
+        return Terms(run=terms_of(self._config), ticket=self._tickets[-1])
 
     async def _join(self, request: Join) -> Reply:
         # The reply may have been lost: until the engine beats, the same request gets the same answer.
         for id in self._unspent:
             if is_same(self._members[id].ticket, request.ticket) and self._members[id].url == request.url:
                 return Joined(member=id)
-        if time.monotonic() - self._tickets.pop(request.ticket, -TICKET_S) >= TICKET_S:
-            reason = f"its ticket was used, is older than {TICKET_S:.0f} s, or is not of this run - expected a new one"
+        if request.ticket not in self._tickets:
+            reason = "its ticket was used before, or is not of this run - expected a new one. Join again."
             log.warning("a registration of %s was refused: %s", request.url, reason)
             return Again(reason=reason)
+        self._tickets.remove(request.ticket)
 
         if problem := await self._problem(request):
             log.warning("the engine at %s was refused: %s", request.url, problem)
@@ -201,7 +198,6 @@ class JoinedEngines:
             self._add(member)
         self._unspent.discard(member.id)
         self._heard[member.id] = time.monotonic()
-        self._engines[member.id].prefix_hits = request.prefix_hits
         return Ok()
 
     async def _leave(self, request: Leave) -> Reply:
