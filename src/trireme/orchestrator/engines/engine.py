@@ -7,6 +7,7 @@ retried once the engine, or its successor, is there.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from trireme.base.errors import PeerDied, message_of
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import is_loopback, watched_socket
 from trireme.base.token import TOKEN, bearer, token
-from trireme.journal.members import Member
 from trireme.orchestrator.engines.responses import (
     Answer,
     BadAnswer,
@@ -72,6 +72,19 @@ async def open_engine_session(*, timeout_s: float) -> AsyncIterator[aiohttp.Clie
         auto_decompress=False,  # an answer is bounded as it is sent
     ) as session:
         yield session
+
+
+@dataclass
+class Member:
+    """An engine's membership in a run that it joined."""
+
+    id: int  # never given twice in a run
+    ticket: str  # the secret of its registration
+    facts: dict[str, str]  # those of `config/engine_facts.py`
+    since: float = field(default_factory=time.time)
+    heard: float = field(default_factory=time.monotonic)  # its last sign of life
+    has_beaten: bool = False  # so it knows that it is a member
+    keeper: asyncio.Task[None] | None = None  # follows its state
 
 
 @dataclass

@@ -3,7 +3,7 @@
 engine                          orchestrator
   GetTerms         ------>        makes a ticket
   <--------------   Terms
-  Join(ticket)     ------>        compares its facts with the run's, and writes it down
+  Join(ticket)     ------>        compares its facts with the run's, and gives it a number that no other engine gets
   <--------------  Joined         waits for its server
   Beat, each second ----->        the first one spends the ticket
                                   quarantine, the newest version in a transfer of its own, live: as after a restart
@@ -11,13 +11,13 @@ engine                          orchestrator
   <---------- NotYet, Ok          forgets it
 
 A member whose server does not answer and that is silent for `SILENT_S` is forgotten too. If it comes back, as after a
-cut cable, it is told to join again. Numbers of members are never given twice.
+cut cable, it is told to join again. So are all members after a restart of the orchestrator: their servers serve on, and
+are live at once if they hold the newest version.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from urllib.parse import urlsplit
@@ -27,10 +27,10 @@ from trireme.base.errors import DeadlineExceeded
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.network import is_loopback
+from trireme.base.paths import atomic_write
 from trireme.base.token import is_same, token
-from trireme.config.engine_facts import Facts, conflict_of, engine_facts, terms_of
+from trireme.config.engine_facts import conflict_of, engine_facts, terms_of
 from trireme.config.run import RunConfig
-from trireme.journal.members import Member, Members, read_members, write_members
 from trireme.messages import (
     Again,
     Beat,
@@ -46,7 +46,7 @@ from trireme.messages import (
     Reply,
     Terms,
 )
-from trireme.orchestrator.engines.engine import Engine
+from trireme.orchestrator.engines.engine import Engine, Member
 from trireme.orchestrator.engines.health import POLL_S, Admit, keep_engine
 from trireme.orchestrator.engines.pool import InferencePool
 
@@ -60,27 +60,17 @@ FAREWELL_S = 5.0  # the longest wait at the end for members to hear that the run
 class JoinedEngines:
     """The members of a run.
 
-    Produces: engines in the pool, and `members.json`. Waits for: requests of engines, and their silence. Wakes: the
-    requests for tokens that wait for an engine.
+    Produces: engines in the pool. Waits for: requests of engines, and their silence. Wakes: the requests for tokens
+    that wait for an engine.
     """
 
     def __init__(self, config: RunConfig, pool: InferencePool, admit: Admit) -> None:
         self._config, self._pool, self._admit = config, pool, admit
-        self._facts: Facts | None = None  # of this run, once an engine is compared with them
+        self._engines: dict[int, Engine] = {}  # by the numbers of members
         self._tickets: list[str] = []  # tickets of no member yet
-        self._heard: dict[int, float] = {}  # last sign of life of each member
-        self._unspent: set[int] = set()  # members that have not said yet that they know it
         self._dismissed: dict[int, str] = {}  # members that were sent away, and why
-        self._keepers: dict[int, asyncio.Task[None]] = {}
-        self._joining, self._saving = asyncio.Lock(), asyncio.Lock()
+        self._joining = asyncio.Lock()
         self._is_over = False
-
-        # Members of an orchestrator that died serve on. They count once they beat: another may have their ports by now.
-        found = read_members(config.paths.journal)
-        self._next_id = found.next_id
-        self._members = {member.id: member for member in found.members}
-        self._engines: dict[int, Engine] = {}
-        self._heard |= dict.fromkeys(self._members, time.monotonic())
         pool.expel = self.expel
 
     async def run(self) -> None:
@@ -89,24 +79,10 @@ class JoinedEngines:
             self._tasks.create_task(self._require_engine())
             while True:
                 await asyncio.sleep(POLL_S)
-                for id, member in list(self._members.items()):
-                    engine, silent_s = self._engines.get(id), time.monotonic() - self._heard.get(id, math.inf)
-                    if silent_s > SILENT_S and (engine is None or engine.state == "starting"):
-                        log.warning("engine %d at %s has been silent for %.0f s: forgotten", id, member.url, silent_s)
-                        self._forget(id)
-                        await self._save()
-
-    def _add(self, member: Member) -> None:
-        """Put a member's engine into the pool, and follow its state."""
-        engine = self._engines[member.id] = self._pool.add(member)
-
-        async def keep() -> None:
-            try:
-                await keep_engine(self._pool, engine, self._admit, self._config.inference.start_timeout_s)
-            except DeadlineExceeded as error:
-                self.expel(engine, str(error))
-
-        self._keepers[member.id] = self._tasks.create_task(keep())
+                for id, engine in list(self._engines.items()):
+                    if engine.state == "starting" and time.monotonic() - _member(engine).heard > SILENT_S:
+                        log.warning("engine %d at %s has been silent for %.0f s: forgotten", id, engine.url, SILENT_S)
+                        self._forget(engine)
 
     async def _require_engine(self) -> None:
         """Wait for an engine, with a deadline, whenever the run has none that is to come back by itself."""
@@ -122,12 +98,34 @@ class JoinedEngines:
                         await asyncio.sleep(POLL_S)
             await asyncio.sleep(POLL_S)
 
+    async def dismiss(self) -> None:
+        """Tell all members that the run is over."""
+        self._is_over = True
+        give_up_at = time.monotonic() + FAREWELL_S
+        while self._engines and time.monotonic() < give_up_at:
+            await asyncio.sleep(POLL_S)
+
+    def expel(self, engine: Engine, reason: str) -> None:
+        """Send a member away for good; the run goes on."""
+        id = _member(engine).id
+        if id in self._engines:
+            log.error("engine %d at %s is sent away: %s", id, engine.url, reason)
+            self._dismissed[id] = reason
+            self._forget(engine)
+
+    def _forget(self, engine: Engine) -> None:
+        del self._engines[_member(engine).id]
+        self._pool.remove(engine)
+        if keeper := _member(engine).keeper:
+            keeper.cancel()
+
     # requests of engines
 
     async def answer(self, request: Membership) -> Reply:
         match request:
             case GetTerms():
-                return self._terms()
+                self._tickets = [*self._tickets[1 - MOST_TICKETS :], secrets.token_hex(16)]
+                return Terms(run=terms_of(self._config), ticket=self._tickets[-1])
             case Join():
                 async with self._joining:  # a request that is sent again waits for the answer to the first
                     return await self._join(request)
@@ -136,38 +134,29 @@ class JoinedEngines:
             case Leave():
                 return await self._leave(request)
 
-    def _terms(self) -> Terms:
-        self._tickets = [*self._tickets[1 - MOST_TICKETS :], secrets.token_hex(16)]
-        return Terms(run=terms_of(self._config), ticket=self._tickets[-1])
-
     async def _join(self, request: Join) -> Reply:
         # The reply may have been lost: until the engine beats, the same request gets the same answer.
-        for id in self._unspent:
-            if is_same(self._members[id].ticket, request.ticket) and self._members[id].url == request.url:
+        for id, engine in self._engines.items():
+            member = _member(engine)
+            if not member.has_beaten and is_same(member.ticket, request.ticket) and engine.url == request.url:
                 return Joined(member=id)
         if request.ticket not in self._tickets:
             reason = "its ticket was used before, or is not of this run - expected a new one. Join again."
             log.warning("a registration of %s was refused: %s", request.url, reason)
             return Again(reason=reason)
         self._tickets.remove(request.ticket)
-
         if problem := await self._problem(request):
             log.warning("the engine at %s was refused: %s", request.url, problem)
             return Refusal(error=problem)
 
-        # A process that had this port before is gone. Its number stays its own.
-        for id in [each.id for each in self._members.values() if each.url == request.url]:
-            self._forget(id)
-        member = Member(self._next_id, request.ticket, request.url, request.facts, time.time())
-        self._next_id += 1
-        self._members[member.id] = member
-        self._unspent.add(member.id)
-        await self._save()
-        reach("member.recorded")
-
-        self._heard[member.id] = time.monotonic()
-        self._add(member)
-        log.info("engine %d at %s has joined and loads its model", member.id, member.url)
+        # A process that had this port before is gone.
+        for engine in [each for each in self._engines.values() if each.url == request.url]:
+            self._forget(engine)
+        member = Member(await self._take_number(), request.ticket, request.facts)
+        reach("member.numbered")
+        self._engines[member.id] = engine = self._pool.add(request.url, member)
+        member.keeper = self._tasks.create_task(self._keep(engine))
+        log.info("engine %d at %s has joined", member.id, engine.url)
         return Joined(member=member.id)
 
     async def _problem(self, request: Join) -> str | None:
@@ -183,80 +172,65 @@ class JoinedEngines:
             return f"{request.url} is named by `hosts.inference` - expected another address. Start it without `--join`."
         if token() is None and not is_loopback(urlsplit(request.url).hostname or ""):
             return f"this run has no token, and {request.url} is on another machine - expected one. See docs/hosts.md."
-        if self._facts is None:  # reads the model's files
-            self._facts = await asyncio.to_thread(engine_facts, self._config)
-        return conflict_of(self._facts, request.facts)
+        facts = await asyncio.to_thread(engine_facts, self._config)  # reads the model's files
+        return conflict_of(facts, request.facts)
+
+    async def _take_number(self) -> int:
+        """Return a number that is on disk as taken: no other engine of the run ever gets it."""
+        file = self._config.paths.journal / "engines_joined"
+        number = 1 + (int(file.read_text()) if file.exists() else 0)
+
+        def write() -> None:
+            with atomic_write(file) as out:
+                out.write(b"%d\n" % number)
+
+        await asyncio.to_thread(
+            when_there_is_room,
+            write,
+            what="the number of an engine",
+            folder=file.parent,
+            waits=self._pool.waits,
+            deadline_s=self._config.disk_timeout_s,
+        )
+        return number
+
+    async def _keep(self, engine: Engine) -> None:
+        try:
+            await keep_engine(self._pool, engine, self._admit, self._config.inference.start_timeout_s)
+        except DeadlineExceeded as error:
+            self.expel(engine, str(error))
 
     def _beat(self, request: Beat) -> Reply:
+        engine = self._engine_of(request)
         if self._is_over or request.member in self._dismissed:
-            self._heard.pop(request.member, None)
+            if engine is not None:
+                self._forget(engine)
             reason = "the run is over" if self._is_over else self._dismissed[request.member]
             return Dismissed(reason=reason, is_over=self._is_over)
-        if (member := self._member_of(request)) is None:
-            return Again(reason=f"engine {request.member} was forgotten: it was not heard for {SILENT_S:.0f} s")
-        if member.id not in self._engines:
-            self._add(member)
-        self._unspent.discard(member.id)
-        self._heard[member.id] = time.monotonic()
+        if engine is None:
+            return Again(reason=f"the orchestrator was restarted, or has not heard this engine for {SILENT_S:.0f} s")
+        _member(engine).heard, _member(engine).has_beaten = time.monotonic(), True
         return Ok()
 
     async def _leave(self, request: Leave) -> Reply:
-        if (member := self._member_of(request)) is None:
+        if (engine := self._engine_of(request)) is None:
             return Ok()
-        if (engine := self._engines.get(member.id)) is not None:
-            if not engine.is_leaving:
-                log.info("engine %d at %s leaves, with %d requests", member.id, member.url, engine.in_flight)
-            engine.is_leaving = True
-            self._heard[member.id] = time.monotonic()
-            if not request.at_once and (engine.in_flight or engine.receives is not None):
-                await asyncio.sleep(POLL_S)
-                return NotYet(note=f"{engine.in_flight} requests are under way")
-
-        # Requests that are still under way go to other engines.
-        self._forget(member.id)
-        await self._save()
-        log.info("engine %d at %s has left", member.id, member.url)
+        if not engine.is_leaving:
+            log.info("engine %d at %s leaves, with %d requests", request.member, engine.url, engine.in_flight)
+        engine.is_leaving = True
+        _member(engine).heard = time.monotonic()
+        if not request.at_once and (engine.in_flight or engine.receives is not None):
+            await asyncio.sleep(POLL_S)
+            return NotYet(note=f"{engine.in_flight} requests are under way")
+        self._forget(engine)  # requests that are still under way go to other engines
+        log.info("engine %d at %s has left", request.member, engine.url)
         return Ok()
 
-    def _member_of(self, request: Beat | Leave) -> Member | None:
-        member = self._members.get(request.member)
-        return member if member is not None and is_same(member.ticket, request.ticket) else None
+    def _engine_of(self, request: Beat | Leave) -> Engine | None:
+        engine = self._engines.get(request.member)
+        return engine if engine is not None and is_same(_member(engine).ticket, request.ticket) else None
 
-    # the end of a membership
 
-    def expel(self, engine: Engine, reason: str) -> None:
-        """Send a member away for good; the run goes on."""
-        assert engine.member is not None
-        if engine.member.id in self._engines:
-            log.error("engine %d at %s is sent away: %s", engine.member.id, engine.url, reason)
-            self._dismissed[engine.member.id] = reason
-            self._forget(engine.member.id)
-            self._tasks.create_task(self._save())
-
-    def _forget(self, id: int) -> None:
-        if (engine := self._engines.pop(id, None)) is not None:
-            self._pool.remove(engine)
-        self._unspent.discard(id)
-        self._members.pop(id, None)
-        self._heard.pop(id, None)
-        if keeper := self._keepers.pop(id, None):
-            keeper.cancel()
-
-    async def dismiss(self) -> None:
-        """Tell all members that the run is over."""
-        self._is_over = True
-        give_up_at = time.monotonic() + FAREWELL_S
-        while self._heard and time.monotonic() < give_up_at:
-            await asyncio.sleep(POLL_S)
-
-    async def _save(self) -> None:
-        async with self._saving:
-            found = Members(self._next_id, list(self._members.values()))
-            await asyncio.to_thread(
-                when_there_is_room,
-                lambda: write_members(self._config.paths.journal, found),
-                what="the list of engines",
-                folder=self._config.paths.journal,
-                waits=self._pool.waits,
-                deadline_s=self._config.disk_timeout_s,
-            )
+def _member(engine: Engine) -> Member:
+    assert engine.member is not None, f"{engine.url} is of `hosts.inference`"
+    return engine.member

@@ -29,10 +29,16 @@ from trireme.base.errors import DeadlineExceeded, EngineRefused, PeerDied, messa
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.sampling import is_cut
-from trireme.journal.members import Member
 from trireme.journal.model_turn import Turn
 from trireme.messages import Picture
-from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session, words_of
+from trireme.orchestrator.engines.engine import (
+    LARGEST_ANSWER,
+    REQUEST_ERRORS,
+    Engine,
+    Member,
+    open_engine_session,
+    words_of,
+)
 from trireme.orchestrator.engines.expert_routes import ExpertShape
 from trireme.orchestrator.engines.generation import Unconfirmed, largest_answer, read_turn
 from trireme.orchestrator.engines.responses import (
@@ -303,9 +309,9 @@ class InferencePool:
     def describe(self) -> str:
         return ", ".join(f"{engine.url} is {engine.state}" for engine in self.engines) or "none has joined yet"
 
-    def add(self, member: Member) -> Engine:
+    def add(self, url: str, member: Member) -> Engine:
         """Add an engine that has joined."""
-        self.engines.append(engine := Engine(member.url, self.session, member=member))
+        self.engines.append(engine := Engine(url, self.session, member=member))
         self.watch(engine)
         return engine
 
