@@ -32,7 +32,7 @@ class Lanes:
         self._config = config
         self._pool = pool
         self._spans = spans
-        self._of_engine: dict[str, Lane] = {}
+        self._of_engine: dict[int, Lane] = {}  # by identity: an engine may join at the address of another that left
         self._is_closing = False
         self._is_to_look = False
         self._run: tuple[Policy, Scheduler, Evaluator] | None = None
@@ -52,11 +52,9 @@ class Lanes:
     def turned(self, engine: Engine) -> None:
         """Record a change of an engine: another state, its first request, or its last."""
         what, why = _activity(engine)
-        lane = self._of_engine.get(engine.url)
-        if lane is None:
-            lane = self._of_engine[engine.url] = self._spans.lane(engine_lane(engine.url))
         if not any(engine is each for each in self._pool.engines):  # it has left
-            self._of_engine.pop(engine.url).enter(None)
+            self.lane_of(engine).enter(None)
+            del self._of_engine[id(engine)]
             return
 
         # A transfer belongs to the version that the engine is given, all other work to the batch that is being filled.
@@ -64,12 +62,17 @@ class Lanes:
             step = engine.receives
         else:
             step = -1 if self._run is None else self._run[1].next_batch
-        lane.enter(what, step=step, why=why)
+        self.lane_of(engine).enter(what, step=step, why=why)
 
         # Many changes arrive together, and one look after the last of them is enough.
         if self._run is not None and not self._is_to_look:
             self._is_to_look = True
             asyncio.get_running_loop().call_soon(self.look)
+
+    def lane_of(self, engine: Engine) -> Lane:
+        if id(engine) not in self._of_engine:
+            self._of_engine[id(engine)] = self._spans.lane(engine_lane(engine.url))
+        return self._of_engine[id(engine)]
 
     def look(self) -> None:
         """Record what the orchestrator does, and why engines without a request have none."""
@@ -105,7 +108,7 @@ class Lanes:
         # Only live engines: `turned` has said why the others are idle.
         for engine in self._pool.engines:
             if engine.state == "live" and not engine.in_flight:
-                self._of_engine[engine.url].explain(why_no_request)
+                self.lane_of(engine).explain(why_no_request)
 
         # Until the batch is on disk, the lane shows the activity that `closing` entered.
         if not self._is_closing:
