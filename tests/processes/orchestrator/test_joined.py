@@ -16,7 +16,7 @@ from support.runs.whole_run import DEADLINE_S, WholeRun, build_config, run
 from trireme.base.errors import ConfigError
 from trireme.base.processes import free_port
 from trireme.base.token import TOKEN
-from trireme.config.engine_facts import conflict_of, engine_facts
+from trireme.config.engine_facts import engine_facts
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.launch.joined_engine import Membership
@@ -217,9 +217,3 @@ def test_engine_with_another_token_is_refused_before_it_loads_anything(monkeypat
         with closing(Membership(address.removeprefix("tcp://"), [], patience_s=DEADLINE_S)) as membership:
             with pytest.raises(ConfigError, match=f"rejects the connection - expected the run's token in {TOKEN}"):
                 membership.terms()
-
-
-def test_engines_agree_if_only_one_of_them_has_a_file():
-    ours = {"vllm": "0.32.0", "the model's weights": "ab", "device": '"cpu"'}
-    assert conflict_of(ours, {"vllm": "0.32.0", "device": '"cpu"'}) is None
-    assert "device" in str(conflict_of(ours, {"vllm": "0.32.0"}))
