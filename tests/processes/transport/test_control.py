@@ -45,7 +45,9 @@ SENT = PolicySent(**TRANSFER, digests={NORM.name: "9f"}, probe=PROBE, payload=PA
 BATCH = messages.GetBatch(run_id="run", step=3, rank=0, world=2)
 BEAT = messages.Heartbeat(run_id="run", process="trainer", state="running", version=3, waits=["trainer waits 3 s"])
 DONE = messages.Done(run_id="run", version=9)
-REQUESTS: list[Request] = [READY, SENT, BATCH, BEAT, DONE, messages.GetNewest(run_id="run")]
+JOIN = messages.Join("ticket", "http://10.0.0.2:8000", {"vllm": "0.32.0"})
+MEMBERSHIP = [messages.GetTerms(), JOIN, messages.Beat(3, "ticket"), messages.Leave(3, "ticket", at_once=True)]
+REQUESTS: list[Request] = [READY, SENT, BATCH, BEAT, DONE, messages.GetNewest(run_id="run"), *MEMBERSHIP]
 WIRE = messages.WIRE_VERSION
 FIRST = b"%d:1" % WIRE
 SOON_S = 0.1
@@ -257,8 +259,8 @@ STRANGE = [
     ([b"", b"x"], "`VERSION:NUMBER` was expected"),
     ([FIRST, b"\xc1"], f"one of GetNewest, GetBatch, .* in wire version {WIRE}"),
     ([FIRST, encode(Live(version=3))], "Invalid value 'Live'"),
-    ([b"999:1", encode(BATCH)], f"speaks wire version {WIRE}, the trainer 999 .* the same version of Trireme"),
-    ([b"7", encode(BATCH)], f"speaks wire version {WIRE}, the trainer an earlier one"),
+    ([b"999:1", encode(BATCH)], f"speaks wire version {WIRE}, its peer 999 .* the same version of Trireme"),
+    ([b"7", encode(BATCH)], f"speaks wire version {WIRE}, its peer an earlier one"),
 ]
 
 

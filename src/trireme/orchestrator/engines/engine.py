@@ -7,6 +7,7 @@ retried once the engine, or its successor, is there.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -55,15 +56,14 @@ def words_of(answer: bytes) -> str:
 
 
 @asynccontextmanager
-async def open_engine_session(urls: list[str], *, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
+async def open_engine_session(*, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
     """Open a session with the run's token, whose connections to other machines do not outlive a cut cable.
 
     A whole request has `timeout_s`, unless it sets another timeout.
     """
-    is_far = not all(is_loopback(urlsplit(url).hostname or "") for url in urls)
     connector = aiohttp.TCPConnector(
         limit=0,  # the pool's `max_concurrent` is one
-        socket_factory=watched_socket if is_far else None,
+        socket_factory=watched_socket,
         keepalive_timeout=KEEP_IDLE_S,
     )
     async with aiohttp.ClientSession(
@@ -73,6 +73,19 @@ async def open_engine_session(urls: list[str], *, timeout_s: float) -> AsyncIter
         auto_decompress=False,  # an answer is bounded as it is sent
     ) as session:
         yield session
+
+
+@dataclass
+class Member:
+    """An engine's membership in a run that it joined."""
+
+    id: int  # never given twice in a run
+    ticket: str  # the secret of its registration
+    facts: dict[str, str]  # those of `config/engine_facts.py`
+    since: float = field(default_factory=time.time)
+    heard: float = field(default_factory=time.monotonic)  # its last sign of life
+    has_beaten: bool = False  # so it knows that it is a member
+    keeper: asyncio.Task[None] | None = None  # follows its state
 
 
 @dataclass
@@ -93,6 +106,11 @@ class Engine:
     receives: int | None = None  # version that it is being given
     is_paused: bool = False  # for that version: its requests are frozen
     life: int = 0  # counts up each time that it comes up
+    member: Member | None = None  # given if it joined the run (`joined.py`); engines of `hosts.inference` did not
+    is_confirmed: bool = False  # it has been live
+    is_leaving: bool = False  # it gets no new requests and no new weights
+    num_failures: int = 0  # transfers in a row that failed with it
+    limits: set[asyncio.Timeout] = field(default_factory=set)  # timeouts of its requests, by which they are ended
     suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or may have been replaced
 
     @property
@@ -104,6 +122,11 @@ class Engine:
     def prefix_hit_frac(self) -> float | None:
         """Share of prompts' tokens that were in the prefix cache; None before an answer tells."""
         return self.num_cached / self.num_prompt if self.num_prompt else None
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Return whether it joined the run and has yet to show that it holds the right weights."""
+        return self.member is not None and not self.is_confirmed
 
     # requests
 

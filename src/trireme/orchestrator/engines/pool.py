@@ -32,7 +32,14 @@ from trireme.config.sampling import is_cut
 from trireme.journal.model_turn import Turn
 from trireme.messages import Picture
 from trireme.orchestrator.engines.affinity import Affinity, Place, prefix_hashes
-from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session, words_of
+from trireme.orchestrator.engines.engine import (
+    LARGEST_ANSWER,
+    REQUEST_ERRORS,
+    Engine,
+    Member,
+    open_engine_session,
+    words_of,
+)
 from trireme.orchestrator.engines.expert_routes import ExpertShape
 from trireme.orchestrator.engines.generation import Unconfirmed, largest_answer, read_turn
 from trireme.orchestrator.engines.responses import (
@@ -73,6 +80,7 @@ class InferencePool:
     """All engines of the run."""
 
     engines: list[Engine]
+    session: aiohttp.ClientSession
     waits: Waits
     max_model_len: int
     timeout_s: float
@@ -86,6 +94,8 @@ class InferencePool:
     affinity: Affinity = field(default_factory=Affinity)
     # called when the state of an engine, or whether it has (few) requests, changes
     watch: Callable[[Engine], None] = lambda engine: None
+    # called to send an engine away that joined, with the reason
+    expel: Callable[[Engine, str], None] = lambda engine, reason: None
     is_begun: bool = False  # the run has a confirmed version: from then on, engines may stay away for long
     live: asyncio.Event = field(default_factory=asyncio.Event)  # set when some engine may be asked, or has gone live
     num_requests: int = 0
@@ -211,13 +221,13 @@ class InferencePool:
         return await self._retry(ask)
 
     async def score(self, ids: list[int]) -> list[float]:
-        """Return [T - 1] logprobs of a prompt by the least busy live engine. Raises: as `generate`."""
+        """Return [T - 1] logprobs of a prompt by a live engine. Raises: as `generate`."""
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": OF_PROMPT} | self._model())
 
-        async def ask(engine: Engine) -> list[float]:
-            return prompt_logprobs_of(await self.post_generate(engine, body), ids)
+        async def ask(place: Place) -> list[float]:
+            return prompt_logprobs_of(await self.post_generate(place.engine, body, core=place.core), ids)
 
-        return await self._retry(ask)
+        return await self._retry(ask, num_tokens=len(ids))
 
     async def prompt_logprobs(self, engine: Engine, ids: list[int], *, core: int = 0) -> list[float]:
         """Return [T - 1] logprobs of a prompt by this core of an engine, at temperature 1.
@@ -288,11 +298,15 @@ class InferencePool:
         self.count(engine, 1)
         engine.in_flight_by_core[core] += 1
         self.num_requests += 1
+        limit = asyncio.timeout(None)  # it expires if the engine leaves
+        engine.limits.add(limit)
         try:
-            status, data = await engine.request(
-                "inference/v1/generate", body, timeout=self.request_timeout, max_bytes=max_bytes, headers=headers
-            )
+            async with limit:
+                status, data = await engine.request(
+                    "inference/v1/generate", body, timeout=self.request_timeout, max_bytes=max_bytes, headers=headers
+                )
         finally:
+            engine.limits.discard(limit)
             self.count(engine, -1)
             engine.in_flight_by_core[core] -= 1
 
@@ -314,23 +328,40 @@ class InferencePool:
     # which engines there are
 
     def reachable(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.state != "starting"]
+        return [engine for engine in self.engines if engine.state != "starting" and not engine.is_leaving]
 
     def is_missed(self, engine: Engine) -> bool:
-        """Return whether the run cannot begin without this engine: it begins with all of them."""
-        return engine.life == 0 and not self.is_begun
+        """Return whether the run cannot begin without this engine: it begins with all of `hosts.inference`."""
+        return engine.life == 0 and not self.is_begun and engine.member is None
 
     def live_engines(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.state == "live"]
+        return [engine for engine in self.engines if engine.state == "live" and not engine.is_leaving]
 
     def describe(self) -> str:
-        return ", ".join(f"{engine.url} is {engine.state}" for engine in self.engines)
+        return ", ".join(f"{engine.url} is {engine.state}" for engine in self.engines) or "none has joined yet"
+
+    def add(self, url: str, member: Member) -> Engine:
+        """Add an engine that has joined."""
+        self.engines.append(engine := Engine(url, self.session, member=member))
+        self.watch(engine)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """Forget an engine that joined. Its requests under way are sent to others."""
+        self.engines.remove(engine)
+        self.interruptions += 1
+        engine.state, engine.version = "starting", None
+        for limit in engine.limits:
+            limit.reschedule(0)
+        self.live.set()
+        self.watch(engine)
 
     # changes of an engine's state
 
     def go_live(self, engine: Engine, version: int) -> None:
         """Send requests to an engine that has confirmed `version`."""
         engine.state, engine.version = "live", version
+        engine.is_confirmed, engine.num_failures = True, 0
         self.is_begun = True
         self.live.set()
         self.is_given(engine, None)
@@ -356,9 +387,10 @@ async def open_inference_pool(
         request_timeout_s: for the answer to a turn, if that may take longer than other answers.
         others: further fields of `InferencePool`.
     """
-    async with open_engine_session(urls, timeout_s=timeout_s) as session:
+    async with open_engine_session(timeout_s=timeout_s) as session:
         yield InferencePool(
             engines=[Engine(url, session) for url in urls],
+            session=session,
             timeout_s=timeout_s,
             slots=asyncio.Semaphore(max_concurrent),
             request_timeout=aiohttp.ClientTimeout(total=request_timeout_s or timeout_s),
