@@ -5,6 +5,7 @@
     trainer -> orchestrator -> engines     PolicyReady, Go, PolicySent, Live; Again if an attempt failed
     orchestrator or `eval` -> engine       InitInfo, UpdateInfo: bodies of vLLM's weight-transfer routes, as JSON
     trainer -> orchestrator                Heartbeat, Done
+    joining engine -> orchestrator         GetTerms, Terms; Join, Joined; then Beat each second, and Leave
 
 The trainer always asks and the orchestrator always answers, within a second, if only with `NotYet`. Every request
 can be sent again after a crash or a lost reply: the answer is the same. Versions count optimizer steps: version 0 is
@@ -23,7 +24,7 @@ import numpy as np
 from msgspec import Meta
 from pydantic import BaseModel
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -93,19 +94,30 @@ class Tokens(msgspec.Struct, frozen=True):
     """
 
     ids: np.ndarray  # [T] int32
-    loss_mask: np.ndarray  # [T] uint8: 1 if the policy sampled the token and it is trained on
-    logprobs: np.ndarray  # [T] float32: logprob under the policy that sampled the token, 0 if the mask is 0
+    loss_mask: np.ndarray  # [T] uint8: 1 if a model sampled the token and it is trained on
+    logprobs: np.ndarray  # [T] float32: logprob under the model that sampled the token, 0 if the mask is 0
     advantages: np.ndarray  # [T] float32
-    versions: np.ndarray  # [T] int32: the policy version that sampled it, -1 if the mask is 0
+    versions: np.ndarray  # [T] int32: the policy version that sampled it, -1 if the policy did not
     kept: Kept | None = None  # given if sampling was cut; logprobs are those among the kept tokens
     routed: Routed | None = None  # given if the trainer must send tokens to the engine's experts
     pictures: list[Picture] = []  # pictures, ascending by their places
     top_logprobs: TopLogprobs | None = None  # given if the loss centers scores
     restrained: np.ndarray | None = None  # [T] uint8: 1 if the loss restrains the token, see `algo/covariance.py`
+    ce_weights: np.ndarray | None = None  # [T] float32: above 0 if cross-entropy trains the token, by this weight
 
     @property
     def length(self) -> int:
         return len(self.ids)
+
+    @property
+    def by_cross_entropy(self) -> np.ndarray:
+        """[T] bool: trained by cross-entropy. The policy did not sample these."""
+        return np.zeros(self.length, bool) if self.ce_weights is None else self.ce_weights > 0
+
+    @property
+    def by_policy_loss(self) -> np.ndarray:
+        """[T] bool: trained by the loss of reinforcement learning. The policy sampled these."""
+        return self.loss_mask.astype(bool) & ~self.by_cross_entropy
 
 
 COLUMNS: dict[str, tuple[np.dtype, float]] = {
@@ -124,16 +136,18 @@ def build_tokens(
     routed: Routed | None = None,
     pictures: list[Picture] | None = None,
     top_logprobs: TopLogprobs | None = None,
+    ce_weights: np.ndarray | None = None,
     **columns: Any,
 ) -> Tokens:
     """Build tokens from sequences of numbers, each column cast to its type."""
-    arrays = {name: np.asarray(columns[name], dtype=dtype) for name, (dtype, _) in COLUMNS.items()}
+    arrays: dict[str, Any] = {name: np.asarray(columns[name], dtype=dtype) for name, (dtype, _) in COLUMNS.items()}
     lengths = {name: len(array) for name, array in arrays.items()}
     assert len(set(lengths.values())) == 1, f"columns of different lengths: {lengths}"
-    for lists in (kept, top_logprobs):
-        assert lists is None or len(lists.counts) == lengths["ids"], f"{len(lists.counts)} counts, {lengths['ids']} ids"
+    for each in (kept, top_logprobs):
+        assert each is None or len(each.counts) == lengths["ids"], f"{len(each.counts)} counts, {lengths['ids']} ids"
     assert routed is None or len(routed.known) == lengths["ids"], f"routes of {len(routed.known)} tokens"
-    return Tokens(**arrays, kept=kept, routed=routed, pictures=pictures or [], top_logprobs=top_logprobs)
+    lists: dict[str, Any] = {"kept": kept, "routed": routed, "pictures": pictures or [], "top_logprobs": top_logprobs}
+    return Tokens(**arrays | lists, ce_weights=ce_weights)
 
 
 def concat_tokens(parts: list[Tokens]) -> Tokens:
@@ -155,7 +169,8 @@ def concat_tokens(parts: list[Tokens]) -> Tokens:
         routed=_concat_routed(parts),
         pictures=pictures,
         top_logprobs=_concat_top_logprobs(parts),
-        restrained=_concat_restrained(parts),
+        restrained=_concat_given(parts, "restrained", np.uint8),
+        ce_weights=_concat_given(parts, "ce_weights", np.float32),
     )
 
 
@@ -176,12 +191,13 @@ def _concat_top_logprobs(parts: list[Tokens]) -> TopLogprobs | None:
     return TopLogprobs(*(np.concatenate([getattr(each, name) for each in top]) for name in names))
 
 
-def _concat_restrained(parts: list[Tokens]) -> np.ndarray | None:
-    if all(part.restrained is None for part in parts):
+def _concat_given(parts: list[Tokens], name: str, dtype: type[np.generic]) -> np.ndarray | None:
+    """Return a column that only some samples have, 0 for the others; None if no sample has it."""
+    columns = [getattr(part, name) for part in parts]
+    if all(column is None for column in columns):
         return None
-    return np.concatenate(
-        [np.zeros(part.length, np.uint8) if part.restrained is None else part.restrained for part in parts]
-    )
+    pairs = zip(parts, columns, strict=True)
+    return np.concatenate([np.zeros(part.length, dtype) if column is None else column for part, column in pairs])
 
 
 def _concat_routed(parts: list[Tokens]) -> Routed | None:
@@ -297,9 +313,10 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     micro_batches: list[MicroBatch]
-    loss_tokens: int  # tokens that count, in the whole batch; 1 if none does
+    loss_tokens: int  # tokens that the policy loss trains, in the whole batch; 1 if there is none
     num_rollouts: int
     loss_samples: int = 0  # samples with at least one such token, in the whole batch; 1 if there is none
+    ce_tokens: int = 0  # tokens that cross-entropy trains, in the whole batch
     pictures: dict[str, bytes] = {}  # PNG files of this rank's rows, by their digests
 
 
@@ -396,8 +413,68 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-Request = GetNewest | GetBatch | PolicyReady | PolicySent | Heartbeat | Done
-Reply = Newest | BatchReply | Publish | Go | Again | Live | Ok | NotYet | Refusal
+# Requests of an engine that joins a running run (`inference --join`), and the answers. None of them names the run: an
+# engine knows it by its address alone.
+
+
+class GetTerms(msgspec.Struct, frozen=True, tag=True):
+    """An engine that would join asks what the run expects of it."""
+
+
+class Terms(msgspec.Struct, frozen=True, tag=True):
+    """The run, and a ticket with which one engine may join it."""
+
+    run: str  # the tables of the run's configuration that an engine reads, as JSON
+    ticket: Name
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """An engine registers, before it loads its model. Sent again it changes nothing until its first `Beat`; from then
+    on the ticket is spent, and a copy of this message is refused.
+
+    Example:
+        Join("9f3c…", "http://10.0.0.21:8000", {"vllm": "0.32.0", "inference.model.dtype": '"bfloat16"'})
+    """
+
+    ticket: Name
+    url: Annotated[str, Meta(pattern=r"^http://[A-Za-z0-9.-]{1,253}:[0-9]{1,5}\Z")]  # where its server will listen
+    facts: Annotated[
+        dict[Name, Words], Meta(max_length=64)
+    ]  # what engines of a run share, see `config/engine_facts.py`
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """The engine is a member, in quarantine until it has confirmed the newest version."""
+
+    member: Count  # its number, which no other engine of the run ever gets
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A member's process lives. Answered with `Ok`; `Again` if it is no member any more, and may join anew; `Dismissed`
+    if it may not."""
+
+    member: Count
+    ticket: Name
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """A member would end. It gets no new requests, and `NotYet` until those under way are answered; then `Ok`."""
+
+    member: Count
+    ticket: Name
+    at_once: bool  # its requests under way are sent to other engines instead
+
+
+class Dismissed(msgspec.Struct, frozen=True, tag=True):
+    """A member is to end: the run is over, or has sent it away."""
+
+    reason: str
+    is_over: bool
+
+
+Membership = GetTerms | Join | Beat | Leave
+Request = GetNewest | GetBatch | PolicyReady | PolicySent | Heartbeat | Done | Membership
+Reply = Newest | BatchReply | Publish | Go | Again | Live | Ok | NotYet | Refusal | Terms | Joined | Dismissed
 
 
 # Encoding.

@@ -28,12 +28,16 @@ SENT_TO = build_tokens(**COLUMN, routed=ROUTED)
 SEEN = build_tokens(**COLUMN, pictures=[wire.Picture("a" * 64, place=0, rows=1, columns=2)])
 TOP = TopLogprobs(np.array([0, 2], np.int32), np.array([5, 7], np.int32), np.array([-0.125, -2.5], np.float32))
 LISTED = build_tokens(**COLUMN, top_logprobs=TOP)
+WEIGHED = build_tokens(**COLUMN, ce_weights=np.array([0.5, 0.0], np.float32))
 SENT = {"run_id": "run", "version": 7, "attempt": 2}
 SPECS = [wire.TensorSpec("model.norm.weight", "bfloat16", [64]), wire.TensorSpec("scale", "float32", [])]
 PROBE = wire.Probe(ids=[1, 2, 3], logprobs=[-0.5, -1.25])
 ROWS = [
     wire.MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7], sources=["a", "b"]),
-    *(wire.MicroBatch(tokens=tokens, lengths=[2], temperatures=[1.0]) for tokens in (CUT, SENT_TO, SEEN, LISTED)),
+    *(
+        wire.MicroBatch(tokens=tokens, lengths=[2], temperatures=[1.0])
+        for tokens in (CUT, SENT_TO, SEEN, LISTED, WEIGHED)
+    ),
 ]
 REQUESTS: list[Request] = [
     wire.GetNewest(run_id="run"),
@@ -42,11 +46,21 @@ REQUESTS: list[Request] = [
     wire.PolicySent(**SENT, digests={"model.norm.weight": "00ff"}, probe=PROBE, payload={"folder": "broadcast/3"}),
     wire.Heartbeat(run_id="run", process="trainer", state="running", version=7, waits=["trainer waits 3 s for …"]),
     wire.Done(run_id="run", version=20),
+    wire.GetTerms(),
+    wire.Join(ticket="9f3c", url="http://10.0.0.21:8000", facts={"vllm": "0.32.0"}),
+    wire.Beat(member=3, ticket="9f3c"),
+    wire.Leave(member=3, ticket="9f3c", at_once=False),
 ]
 REPLIES: list[Reply] = [
     wire.Newest(version=7, digests={"model.norm.weight": "00ff"}),
     wire.BatchReply(
-        step=41, micro_batches=ROWS, loss_tokens=3, num_rollouts=3, loss_samples=3, pictures={"a" * 64: b"PNG"}
+        step=41,
+        micro_batches=ROWS,
+        loss_tokens=3,
+        num_rollouts=3,
+        loss_samples=3,
+        pictures={"a" * 64: b"PNG"},
+        ce_tokens=1,
     ),
     wire.Publish(reason="an engine came up without weights"),
     wire.Go(version=7, epoch="abc/3", world_size=3),
@@ -55,6 +69,9 @@ REPLIES: list[Reply] = [
     wire.Ok(),
     wire.NotYet(note="3 of 8 groups missing", busy=True),
     wire.Refusal(error="another run"),
+    wire.Terms(run="{}", ticket="9f3c"),
+    wire.Joined(member=3),
+    wire.Dismissed(reason="the run is over", is_over=True),
 ]
 
 

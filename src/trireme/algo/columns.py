@@ -36,6 +36,7 @@ class Columns:
     reference: torch.Tensor | None = None  # [K] float32, log ref, if `beta` is above 0
     sources: tuple[str, ...] = ()  # the environment of each of the row's samples, if some have losses of their own
     restrained: torch.Tensor | None = None  # [K] bool: chosen by `algo/covariance.py`, if the loss restrains tokens
+    ce_weights: torch.Tensor | None = None  # [K] float32: above 0 for tokens that cross-entropy trains
     # With `score_centering`, of the W likeliest tokens of mu at each place:
     top_logprobs: torch.Tensor | None = None  # [W, K] float32, log pi, with gradient
     top_behaviour: torch.Tensor | None = None  # [W, K] float32, log mu; -inf where fewer are known
@@ -44,6 +45,19 @@ class Columns:
         """Return the tokens for which [K] bool `which` is set. Samples keep their numbers."""
         names = [each.name for each in fields(self) if isinstance(getattr(self, each.name), torch.Tensor)]
         return replace(self, **{name: getattr(self, name)[..., which] for name in names})
+
+    def split(self) -> tuple[Columns, Columns | None]:
+        """Return the tokens that the policy loss trains, and those that cross-entropy trains; None if the row has none.
+
+        A row without a token of the first kind keeps one that does not count, as losses expect of such rows.
+        """
+        if self.ce_weights is None:
+            return self, None
+        weighted = self.ce_weights > 0
+        if weighted.all():
+            first = torch.arange(len(weighted), device=weighted.device) == 0
+            return replace(self.only(first), mask=self.mask[:1] & False), self
+        return self.only(~weighted), self.only(weighted) if weighted.any() else None
 
     def sample_sums(self, values: torch.Tensor) -> torch.Tensor:
         """[K] float64: for each token the sum over its sample. A sample is never split over rows."""

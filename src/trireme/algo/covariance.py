@@ -32,7 +32,7 @@ def with_restrained(samples: list[Sample], recipe: Loss, *, step: int) -> list[S
     if recipe.surrogate not in RESTRAINING or not samples:
         return samples
 
-    counts = [sample.tokens.loss_mask.astype(bool) & (np.arange(sample.tokens.length) > 0) for sample in samples]
+    counts = [sample.tokens.by_policy_loss & (np.arange(sample.tokens.length) > 0) for sample in samples]
     counted = np.concatenate(counts)
     advantages, logprobs = (
         np.concatenate([getattr(sample.tokens, name) for sample in samples])[counted].astype(np.float64)

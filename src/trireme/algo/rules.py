@@ -52,6 +52,8 @@ class Rules(msgspec.Struct, frozen=True):
     length_penalty: LengthPenalty | None = None
     teacher_weight: float | None = None  # None if there is no teacher
     reward_weight: float = 1.0  # weight of the advantage from rewards, next to a teacher's
+    ce_weight: float = 0.0  # weight of what a teacher samples in the cross-entropy; 0 if the policy samples
+    echo: dict[str, float] = {}  # weight of what each role says
     episode_agents: tuple[str, ...] = ()  # agents that `hierarchical_grpo` compares within a rollout
     sources: dict[str, Rules] = {}  # per environment that has rules of its own
 
@@ -117,7 +119,9 @@ def _rules_of(config: RunConfig) -> Rules:
         clip=advantage.clip,
         reward_clip=advantage.reward_clip,
         length_penalty=penalty,
-        teacher_weight=teacher.weight if teacher else None,
+        teacher_weight=teacher.weight if teacher and not teacher.samples else None,
         reward_weight=teacher.reward_weight if teacher else 1.0,
+        ce_weight=teacher.weight if teacher and teacher.samples else 0.0,
+        echo=orchestrator.echo.roles if orchestrator.echo else {},
         episode_agents=advantage.episode_agents,
     )

@@ -6,8 +6,12 @@ import numpy as np
 
 
 def lags(step: int, versions: np.ndarray) -> np.ndarray:
-    """Return the lag of each sampled token. Version -1 marks tokens that the policy did not sample."""
-    return step - versions[versions >= 0]
+    """Return the lag of each sampled token. Version -1 marks tokens that the policy did not sample.
+
+    If it sampled none of them, that is one lag of 0: what another model sampled does not age.
+    """
+    known = versions[versions >= 0]
+    return step - known if len(known) else np.zeros(1, versions.dtype)
 
 
 def is_too_old(step: int, oldest_version: int, max_off_policy_steps: int) -> bool:

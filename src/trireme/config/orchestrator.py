@@ -229,20 +229,51 @@ class Advantage(Section):
 
 
 class Teacher(Section):
-    """`[orchestrator.teacher]`: on-policy distillation; see `trireme.algo.advantage.distillation_term`."""
+    """`[orchestrator.teacher]`: distillation. The teacher judges the policy's tokens, see
+    `algo.advantage.distillation_term`, or samples what the policy is trained on."""
 
     base_url: str | None = None
-    """Address of the vLLM server of the teacher, which must have the same tokenizer; needed."""
+    """Address of the vLLM server of the teacher, which must have the same tokenizer; needed without
+    `demonstration`."""
     model: str | None = None
     """Its name there; the first that the server lists if not set."""
+    samples: bool = False
+    """The teacher samples the rollouts, and cross-entropy trains the policy on its tokens (prime-rl's `sft`)."""
+    demonstration: str | None = None
+    """The policy judges itself, after it was shown this field of the example: `answer`, or another one
+    (prime-rl's `opsd`)."""
+    template: str = "An expert has answered this:\n{demonstration}"
+    """Content of the system message that shows it."""
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Each token's advantage grows by weight * (log teacher - log policy); with 0 there is no teacher."""
+    """Each token's advantage grows by weight * (log teacher - log policy); with `samples`, weight of its tokens in the
+    loss. With 0 there is no teacher."""
     reward_weight: Annotated[float, Field(ge=0)] = 1.0
     """Factor of the advantage that comes from rewards; 0 learns from the teacher alone."""
     timeout_s: PositiveFloat = 120.0
     """Longest time of one answer; a request is retried twice."""
     max_concurrent: PositiveInt = 32
     """Requests to the teacher at once."""
+
+
+class Echo(Section):
+    """`[orchestrator.echo]`: weights, in a cross-entropy loss, of what others said after the policy's first turn.
+
+    Only the contents of messages have one: prime-rl's `echo`, whose weight of `tool` is 0.1.
+    """
+
+    tool: Annotated[float, Field(ge=0)] = 0.0
+    """Answers of tools."""
+    user: Annotated[float, Field(ge=0)] = 0.0
+    """Later messages of the user."""
+    system: Annotated[float, Field(ge=0)] = 0.0
+    """Later messages of the system."""
+    assistant: Annotated[float, Field(ge=0)] = 0.0
+    """Turns of the assistant that the environment wrote."""
+
+    @property
+    def roles(self) -> dict[str, float]:
+        """The roles with a weight."""
+        return {role: weight for role, weight in self.model_dump().items() if weight > 0}
 
 
 class Source(Environment):
@@ -259,26 +290,32 @@ class Source(Environment):
     length_penalty: LengthPenalty | None = None
     advantage: Advantage | None = None
     teacher: Teacher | None = None
+    echo: Echo | None = None
     loss: Loss | None = None
 
 
-SOURCE_TABLES = ("sampling", "buffer", "filters", "length_penalty", "advantage", "teacher")
+SOURCE_TABLES = ("sampling", "buffer", "filters", "length_penalty", "advantage", "teacher", "echo")
 """Tables of `[orchestrator]` that a source may have too. Its `loss` goes over `[trainer.loss]`."""
 
 
-class EvaluatedEnvironment(Environment):
+class MeasuredEnvironment(Environment):
+    """An environment of any evaluation. Its keys go over those of the table around it."""
+
+    rollouts_per_example: PositiveInt = 1
+    """Completions of each of its examples; as that of all its environments if not set."""
+    num_examples: PositiveInt | None = None
+    """Its first examples, all with `none`; as that of all its environments if not set."""
+    sampling: Sampling | None = None
+
+
+class EvaluatedEnvironment(MeasuredEnvironment):
     """`[[orchestrator.eval.env]]`: an environment to evaluate. Its keys go over those of `[orchestrator.eval]`."""
 
     interval: PositiveInt | None = None
     """Evaluate it every this many versions, with `none` only first and last; as `orchestrator.eval.interval` if not
     set."""
-    rollouts_per_example: PositiveInt = 1
-    """Completions of each of its examples; as `orchestrator.eval.rollouts_per_example` if not set."""
-    num_examples: PositiveInt | None = None
-    """Its first examples, all with `none`; as `orchestrator.eval.num_examples` if not set."""
     eval_base: bool = True
     """Evaluate version 0 too; as `orchestrator.eval.eval_base` if not set."""
-    sampling: Sampling | None = None
 
 
 EVALUATION_KEYS = ("interval", "rollouts_per_example", "num_examples", "eval_base")
@@ -355,12 +392,15 @@ class OrchestratorConfig(Section):
     length_penalty: LengthPenalty | None = None
     advantage: Advantage = Advantage()
     teacher: Teacher | None = None
+    echo: Echo | None = None
     env: tuple[Source, ...] = ()
     eval: Evaluation | None = None
     server: StatusServer = StatusServer()
     engine_timeout_s: PositiveFloat = 600.0
     """Longest time that an engine may take to answer one request. A model turn may take as long as any
     `rollout_timeout_s`."""
+    join_timeout_s: PositiveFloat = 3600.0
+    """Longest time that a run without engines in `hosts.inference` waits for one to join."""
     trainer_timeout_s: PositiveFloat = 3600.0
     """Longest time that the orchestrator waits for the trainer; evaluations and full disks do not count."""
     env_vars: EnvVars = {}
@@ -374,6 +414,8 @@ class OrchestratorConfig(Section):
         # A source without a teacher, in a run that has one, gives it no weight.
         if tables["teacher"] is not None and not tables["teacher"].weight:
             tables["teacher"] = None
+        if tables["echo"] is not None and not tables["echo"].roles:
+            tables["echo"] = None
         size = getattr(source, "rollouts_per_example", None) or self.rollouts_per_example
         return self.model_copy(update={**tables, "rollouts_per_example": size})
 

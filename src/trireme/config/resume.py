@@ -37,8 +37,8 @@ RUN: dict[When, str] = {
         env_vars.* trainer.env_vars.* orchestrator.env_vars.* inference.env_vars.*
         trainer.ckpt.* trainer.optim.cpu_offload trainer.trace_path trainer.memory_profiler_path
         trainer.batch_timeout_s trainer.save_logprobs trainer.try_step trainer.model.trust_remote_code
-        inference.server.* inference.start_timeout_s
-        orchestrator.server.* orchestrator.engine_timeout_s orchestrator.trainer_timeout_s
+        inference.server.* inference.start_timeout_s inference.drain_timeout_s
+        orchestrator.server.* orchestrator.engine_timeout_s orchestrator.join_timeout_s orchestrator.trainer_timeout_s
     """,
     "step": """
         max_steps seq_len trainer.micro_batch_tokens trainer.num_iterations trainer.scheduler.*
@@ -64,7 +64,7 @@ RUN: dict[When, str] = {
         orchestrator.max_off_policy_steps orchestrator.trajectory_strategy orchestrator.max_concurrent
         orchestrator.max_rollout_attempts orchestrator.sampling.* orchestrator.env.* orchestrator.buffer.*
         orchestrator.curriculum.* orchestrator.filters.* orchestrator.length_penalty.* orchestrator.advantage.*
-        orchestrator.teacher.* orchestrator.eval.*
+        orchestrator.teacher.* orchestrator.echo.* orchestrator.eval.*
     """,
     "rounding": """
         device trainer.num_ranks trainer.threads trainer.model.attn trainer.model.ac.* trainer.model.activation_offload
@@ -80,7 +80,7 @@ RUN: dict[When, str] = {
     "fixed": """
         seed inference.model.dtype model.vlm.* trainer.model.vlm.* trainer.model.from_scratch
         trainer.model.moe.router trainer.model.moe.router_replay trainer.loss.reference_update_every
-        orchestrator.env.loss.reference_update_every
+        orchestrator.env.loss.reference_update_every orchestrator.teacher.samples orchestrator.env.teacher.samples
         trainer.model.lora trainer.model.lora.rank trainer.model.lora.alpha trainer.model.lora.target_modules
         trainer.model.lora.modules_to_save trainer.model.lora.use_rslora trainer.model.lora.sync
     """,

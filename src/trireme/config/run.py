@@ -86,7 +86,8 @@ class Hosts(Section):
     """
 
     inference: tuple[str, ...] = ("127.0.0.1",)
-    """One vLLM server on each; `host:port` where it listens on another port than `inference.server.port`."""
+    """One vLLM server on each; `host:port` where it listens on another port than `inference.server.port`. With none
+    the run waits for engines that join it."""
     orchestrator: str = "127.0.0.1"
     """Machine of the orchestrator."""
     trainer: tuple[str, ...] = ("127.0.0.1",)
@@ -336,6 +337,11 @@ def find_node(table: str, addresses: tuple[str, ...], flag: int | None) -> int:
 
     Raises: ConfigError if none of them decides it.
     """
+    if not addresses:
+        raise ConfigError(
+            f"`{table}` names no machine, so engines join this run - expected the address of its orchestrator. Add "
+            "`--join ADDRESS`."
+        )
     given = os.environ.get(NODE, "") if flag is None else str(flag)
     if given and not (given.isdigit() and int(given) < len(addresses)):
         raise ConfigError(

@@ -51,7 +51,8 @@ def write_logprobs(folder: Path, step: int, rank: int, rows: Sequence[MicroBatch
             part = slice(begin, begin + length)
             columns = {name: getattr(row.tokens, name)[part] for name in COLUMNS}
             pictures = [picture for picture in row.tokens.pictures if part.start <= picture.place < part.stop]
-            samples.append(Tokens(**columns, pictures=pictures))
+            weights = None if row.tokens.ce_weights is None else row.tokens.ce_weights[part]
+            samples.append(Tokens(**columns, pictures=pictures, ce_weights=weights))
             begin += length
 
     counts = np.array([int(counting(sample).sum()) for sample in samples], np.int32)
@@ -92,8 +93,8 @@ def logprobs_of(sample: Tokens, known: dict[bytes, np.ndarray]) -> np.ndarray | 
 
 
 def counting(sample: Tokens) -> np.ndarray:
-    """Return [T] bool: the tokens that are trained on, never the first of a sample, which has no prefix."""
-    counts = sample.loss_mask.astype(bool)
+    """Return [T] bool: the tokens that the policy loss trains, never the first of a sample, which has no prefix."""
+    counts = sample.by_policy_loss
     counts[:1] = False
     return counts
 

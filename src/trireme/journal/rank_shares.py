@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import numpy as np
+
 from trireme.algo.covariance import with_restrained
 from trireme.algo.model.flops import LINEAR, Cost, cost_of
 from trireme.algo.packing import Sample, deal, num_learned, rows_of
@@ -81,6 +83,7 @@ class DealtBatch:
         lengths = [sample.tokens.length for sample in self._samples]
         self._dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
         self._counts = num_learned(self._samples)
+        self._ce_tokens = sum(int(np.count_nonzero(each.tokens.by_cross_entropy[1:])) for each in self._samples)
         self._step = record.step
         self._num_rollouts = len(record.rollouts)
 
@@ -99,6 +102,7 @@ class DealtBatch:
             loss_tokens=max(1, sum(self._counts)),
             num_rollouts=self._num_rollouts,
             loss_samples=max(1, sum(map(bool, self._counts))),
+            ce_tokens=self._ce_tokens,
             pictures={digest: pictures.read(digest) for digest in sorted(digests)} if pictures else {},
         )
 

@@ -81,11 +81,13 @@ class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):
     rewritten: int = 0  # turns that begin a sample because the chat template rewrote earlier ones
     num_sampled: int | None = None  # tokens of the model; None if nothing counts them
     num_tokens: int | None = None  # tokens of the longest sample, or of the whole conversation
+    num_computed: int | None = None  # tokens that engines computed for its turns; None if one did not say
     flaws: list[str] = []  # flaws that the filters found: truncated, repetition, gibberish, zero_advantage
     masked: str | None = None  # the flaw for which none of its tokens is trained on; its reward counts in its group
     token_rewards: list[np.ndarray] = []  # per sample [T] float32, NaN for tokens without one; empty: none at all
     branches: list[Branch] = []  # conversations of the agent program that played it
     left_out: dict[str, list[str]] = {}  # turns on disk that are in no sample: why, and digests of their prompts
+    model: str = ""  # the model that sampled it, if that was not the policy
     teacher: list[np.ndarray] = []  # per sample [T] float32, the teacher's logprobs, NaN for masked tokens
 
     @classmethod
@@ -99,8 +101,10 @@ class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):
         return {int(v) for sample in self.samples for v in np.unique(sample.versions[sample.versions >= 0])}
 
     @property
-    def oldest_version(self) -> int:
-        return min(int(known.min()) for each in self.samples if len(known := each.versions[each.versions >= 0]))
+    def oldest_version(self) -> int | None:
+        """The oldest of these; None if the policy sampled nothing."""
+        known = (each.versions[each.versions >= 0] for each in self.samples)
+        return min((int(versions.min()) for versions in known if len(versions)), default=None)
 
 
 class Dropped(msgspec.Struct):

@@ -207,7 +207,7 @@ def per_token(group: list[Rollout], advantages: list[np.ndarray], rules: Rules) 
             values = np.clip(values, -rules.clip, rules.clip)
 
         yield [
-            np.where(sample.loss_mask == 1, values[end - sample.length : end], 0.0).astype(np.float32)
+            np.where(sample.by_policy_loss, values[end - sample.length : end], 0.0).astype(np.float32)
             for sample, end in zip(rollout.samples, accumulate(lengths), strict=True)
         ]
 

@@ -101,7 +101,8 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
 
     gpus, ports = config.trainer_gpu_ids or (), {"weights": config.ports.weights}
     trainer = spec("trainer", gpus, config.trainer.threads, ports)
-    return {"inference": inference, "orchestrator": orchestrator, "trainer": trainer}
+    others: Plan = {"orchestrator": orchestrator, "trainer": trainer}
+    return {"inference": inference, **others} if config.hosts.inference else others
 
 
 def env_vars_of(config: RunConfig, name: ProcessName) -> dict[str, str]:
@@ -147,7 +148,7 @@ def _facts(config: RunConfig) -> Iterator[str]:
     if not config.hosts.are_loopback:
         hosts = config.hosts
         yield (
-            f"hosts    inference {', '.join(hosts.inference)}; orchestrator {hosts.orchestrator}; "
+            f"hosts    inference {', '.join(hosts.inference) or 'joins later'}; orchestrator {hosts.orchestrator}; "
             f"trainer {', '.join(hosts.trainer)}"
         )
 

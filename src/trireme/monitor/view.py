@@ -171,13 +171,16 @@ class View:
         if nothing is known.
         """
         status = self.status
-        if self.progress.num_session_steps or (status and not status.engines and status.state != "starting"):
+        engines_join = not self.config.hosts.inference
+        if self.progress.num_session_steps:
+            return 5, None
+        if status and not status.engines and status.state != "starting" and not engines_join:
             return 5, None
 
         # An engine is quarantined until it has confirmed our weights, and live from then on.
         states = {engine.state for engine in status.engines} if status else set()
         if status is None or not states & UPDATING:
-            return 1, "loading the engine"
+            return 1, "waiting for an engine to join" if engines_join else "loading the engine"
         if "live" not in states:
             return 2, f"sending version {max(0, status.version)} to the engine"
         evaluation = self.config.orchestrator.eval

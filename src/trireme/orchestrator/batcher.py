@@ -28,6 +28,7 @@ from trireme.journal.targets import (
     with_advantages,
 )
 from trireme.orchestrator.scheduler import Group, Scheduler
+from trireme.orchestrator.self_distillation import SelfTeacher
 from trireme.orchestrator.teacher import Teacher
 
 log = get_logger("batcher")
@@ -53,7 +54,7 @@ class Batcher:
     config: RunConfig
     scheduler: Scheduler
     state: State  # to resume from
-    teachers: dict[str, Teacher] = field(default_factory=dict)  # per environment that has one
+    teachers: dict[str, Teacher | SelfTeacher] = field(default_factory=dict)  # those that judge, by environment
 
     def __post_init__(self) -> None:
         self._rules = rules_of(self.config)
@@ -103,7 +104,9 @@ class Batcher:
 
     def _why_drop(self, group: Group, step: int, outcomes: list[Outcome]) -> str | None:
         """Return why a group may not enter this batch. Note its outcome if it ended in time."""
-        oldest = min(rollout.oldest_version for rollout in group.rollouts)
+        # What another model sampled never becomes stale.
+        versions = (rollout.oldest_version for rollout in group.rollouts)
+        oldest = min((version for version in versions if version is not None), default=step)
         if is_too_old(step, oldest, self._rules.max_lag):
             return f"stale: version {oldest} sampled a part of it"
 
@@ -127,7 +130,7 @@ class Batcher:
         async for group, of_agent in with_pauses(zip(groups, estimated, strict=True)):
             for rollout, per_sample in zip(group, token_advantages(group, of_agent, self._rules), strict=True):
                 rollout.samples = [with_advantages(*both) for both in zip(rollout.samples, per_sample, strict=True)]
-                if is_zero(per_sample):
+                if is_zero(per_sample) and not rollout.model:
                     rollout.flaws = [*rollout.flaws, ZERO_ADVANTAGE]
 
     def _mask(self, rollouts: list[Rollout], step: int) -> None:

@@ -25,6 +25,7 @@ from trireme.base.paths import set_aside_after, step_folder, steps_in
 from trireme.base.processes import rare_garbage_collection
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
+from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.manifest import is_complete
@@ -37,6 +38,7 @@ from trireme.orchestrator.batcher import Batcher, Filled
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.engines.expert_routes import experts_to_replay
 from trireme.orchestrator.engines.health import keep_engines
+from trireme.orchestrator.engines.joined import JoinedEngines
 from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.evaluation.evaluator import Evaluator
@@ -45,8 +47,9 @@ from trireme.orchestrator.lanes import Lanes
 from trireme.orchestrator.rollout.chat import open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.orchestrator.scheduler import Scheduler
+from trireme.orchestrator.self_distillation import SelfTeacher
 from trireme.orchestrator.status import Status, serve_status
-from trireme.orchestrator.teacher import open_teacher
+from trireme.orchestrator.teacher import Teacher, open_teacher
 from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
 from trireme.orchestrator.watcher import Watcher
 from trireme.orchestrator.weights.policy import Policy
@@ -87,6 +90,7 @@ async def drive(o: Orchestrator) -> None:
             tasks.create_task(o.control.serve(o.requests)),
             tasks.create_task(o.status.keep_beating()),
             tasks.create_task(keep_engines(o.pool, o.policy.admit, o.config.inference.start_timeout_s)),
+            tasks.create_task(o.joined.run()),
             tasks.create_task(o.scheduler.run()),
             tasks.create_task(o.updates.fail_on_wrong_weights()),
             tasks.create_task(o.watcher.run()),
@@ -155,10 +159,10 @@ class Orchestrator:
 
         # Teacher and environments are checked as they open, so that a mistake in them ends the run before any rollout.
         own_teachers = {name: own.teacher for name, own in config.orchestrator.sources.items() if own.teacher}
-        opened = {
-            each: await stack.enter_async_context(
-                open_teacher(each, tokenizer, waits, max_model_len=pool.max_model_len)
-            )
+        opened: dict[TeacherConfig, Teacher | SelfTeacher] = {
+            each: SelfTeacher(each, tokenizer, pool, waits)
+            if each.demonstration is not None
+            else await stack.enter_async_context(open_teacher(each, tokenizer, waits, max_model_len=pool.max_model_len))
             for each in dict.fromkeys(own_teachers.values())
         }
         teachers = {name: opened[own] for name, own in own_teachers.items()}
@@ -182,11 +186,14 @@ class Orchestrator:
             disk_timeout_s=config.disk_timeout_s,
         )
         self.updates = WeightUpdates(policy, config.weight_broadcast)
+        self.joined = JoinedEngines(config, pool, policy.admit)
 
         # Rollouts go from the buffer's examples through the scheduler's groups to the batcher's batches.
         sizes = {name: environment.num_train for name, environment in environments.items()}
         self.buffer = Buffer(sizes, rules_of(config), state)
-        runner = RolloutRunner(config, pool, tokenizer, journal=config.paths.journal, waits=waits)
+        judges = {name: each for name, each in teachers.items() if not each.config.samples}
+        samplers = {name: each for name, each in teachers.items() if isinstance(each, Teacher) and each.config.samples}
+        runner = RolloutRunner(config, pool, tokenizer, journal=config.paths.journal, waits=waits, teachers=samplers)
         self.scheduler = Scheduler(
             config,
             environments,
@@ -197,11 +204,13 @@ class Orchestrator:
             next_batch=state.next_batch,
             tokens_per_rollout=state.tokens_per_rollout,
         )
-        self.batcher = Batcher(config, self.scheduler, state, teachers)
+        self.batcher = Batcher(config, self.scheduler, state, judges)
 
         # The evaluator registers the versions that it needs here, before any of them can go live and be replaced.
         self.evaluator = Evaluator(config, evaluated, policy, runner, self.metrics, waits)
-        self.requests = TrainerRequests(config, journal, policy, self.updates, self.scheduler, self.peers, waits)
+        self.requests = TrainerRequests(
+            config, journal, policy, self.updates, self.scheduler, self.peers, waits, self.joined
+        )
         self.watcher = Watcher(self.metrics)
 
         # The status server runs in a thread of its own and has answered without these parts so far.
@@ -303,6 +312,7 @@ class Orchestrator:
             while not (self.peers.has_trainer_left or (wait.waited_s > TRAINER_EXIT_S and is_over(self.config))):
                 wait.check()
                 await asyncio.sleep(0.05)
+        await self.joined.dismiss()
         await asyncio.sleep(0.2)  # the answer to `Done` is on its way
         self.status.state = "done"
 

@@ -1,16 +1,17 @@
-"""A teacher for on-policy distillation: logprobs of another model for the tokens that the policy sampled.
+"""A teacher for distillation: any vLLM server with the same tokenizer.
 
-The teacher is any vLLM server with the same tokenizer. It gets each sample as token ids and returns the logprob of each
-token; it generates nothing. `algo.advantage` turns the difference into a token's advantage.
+It gets each sample of the policy as token ids and returns the logprob of each token, and `algo.advantage` turns the
+difference into a token's advantage. Or it samples the turns of rollouts in place of the policy.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -19,17 +20,24 @@ from trireme.base.errors import ConfigError, PeerDied
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Teacher as TeacherConfig
+from trireme.journal.model_turn import Turn
 from trireme.journal.records import Rollout
 from trireme.messages import Tokens
 from trireme.orchestrator.engines.engine import words_of
+from trireme.orchestrator.engines.generation import read_foreign_turn
+from trireme.orchestrator.engines.pool import PromptTooLong, RequestRefused
 from trireme.orchestrator.engines.responses import BadAnswer, Prompted, prompt_logprobs_of, read_choice
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 
 log = get_logger("teacher")
 
+T = TypeVar("T")
+
 ATTEMPTS = 3
 LATER = (408, 429)  # statuses with which a server asks for a retry
 PAUSE_S = 1.0  # before a retry
+UNCUT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What the run's sampling means unless it says otherwise. The server would take its model's own defaults."""
 PROBE = "Trireme: 3 banks of oars, 170 rowers.\n\tnaïve café"
 """Text that two different tokenizers are likely to split differently."""
 
@@ -42,6 +50,8 @@ class Teacher:
     session: aiohttp.ClientSession
     waits: Waits
     model: str
+    max_model_len: int  # of the policy; the teacher's is longer
+    vocab_size: int | None = None  # of the policy
 
     def __post_init__(self) -> None:
         self._places = asyncio.Semaphore(self.config.max_concurrent)
@@ -59,39 +69,64 @@ class Teacher:
 
             await asyncio.gather(*map(score, rollouts))
 
+    async def generate(self, ids: list[int], sampling: dict[str, Any]) -> Turn:
+        """Sample one turn. Its tokens have the version -1, as no version of the policy sampled them.
+
+        Raises:
+            PromptTooLong: `ids` fills the policy's context.
+            RequestRefused: the server takes the request for invalid.
+            PeerDied: it does not answer, after several attempts.
+        """
+        room = self.max_model_len - len(ids)
+        if room <= 0:
+            raise PromptTooLong(f"The prompt has {len(ids)} tokens, the model takes {self.max_model_len}.")
+        max_tokens = min(room, sampling.get("max_tokens") or room)
+        asked = {"prompt": ids, "max_tokens": max_tokens, "logprobs": 0, "return_token_ids": True}
+        read = partial(read_foreign_turn, max_tokens=max_tokens, vocab_size=self.vocab_size)
+
+        turn = await self._ask("a prompt", UNCUT | sampling | asked, read)
+        if turn.finish_reason == "length":
+            turn.cut = "context_full" if max_tokens == room else "max_tokens"
+        return turn
+
     async def _logprobs(self, sample: Tokens) -> np.ndarray:
         ids = sample.ids.tolist()
         # vLLM samples at least one token; only the logprobs of the prompt are used.
-        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        last = ""
+        body = {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        try:
+            found = await self._ask("a sample", body, lambda data: prompt_logprobs_of(read_choice(data, Prompted), ids))
+        except RequestRefused as error:
+            raise PeerDied(
+                f"The teacher at {self.config.base_url} refused a sample of {len(ids)} tokens: {error} - logprobs were "
+                "expected. Serve it as it was when the run began; the run continues where it was with --resume."
+            ) from error
+        # [T]: nothing precedes the first token, so it has no logprob.
+        return np.where(sample.loss_mask > 0, np.array([np.nan, *found]), np.nan).astype(np.float32)
+
+    async def _ask(self, what: str, body: dict[str, Any], read: Callable[[bytes], T]) -> T:
+        """Post a request until there is an answer that makes sense. Raises: RequestRefused, PeerDied."""
+        body, last = {"model": self.model} | body, ""
 
         for attempt in range(ATTEMPTS):
             try:
                 async with self._places, self.session.post(f"{_base(self.config)}/completions", json=body) as response:
                     data = await response.read()
 
-                    # The server would refuse the same sample again, so this is not retried.
+                    # The server would refuse the same request again, so this is not retried.
                     if 400 <= response.status < 500 and response.status not in LATER:
-                        raise PeerDied(
-                            f"The teacher at {self.config.base_url} refused a sample of {len(ids)} tokens (status "
-                            f"{response.status}: {words_of(data)}) - logprobs were expected. Serve it as it was when "
-                            "the run began; the run continues where it was with --resume."
-                        )
+                        raise RequestRefused(response.status, words_of(data))
                     if response.status >= 400:
                         raise BadAnswer(f"status {response.status}: {words_of(data)}")
-                    found = prompt_logprobs_of(read_choice(data, Prompted), ids)
-
-                # [T]: nothing precedes the first token, so it has no logprob.
-                return np.where(sample.loss_mask > 0, np.array([np.nan, *found]), np.nan).astype(np.float32)
+                    return read(data)
             except (aiohttp.ClientError, TimeoutError, BadAnswer) as error:
                 last = f"{type(error).__name__}: {error}"
                 log.warning("teacher at %s, attempt %d: %s", self.config.base_url, attempt + 1, last)
                 await asyncio.sleep(PAUSE_S)
 
         raise PeerDied(
-            f"The teacher at {self.config.base_url} gave no logprobs for a sample of {len(ids)} tokens in {ATTEMPTS} "
-            f"attempts ({last}) - an answer within {self.config.timeout_s:.0f} s was expected. See its log; the "
-            "run continues where it was with --resume."
+            f"The teacher at {self.config.base_url} did not answer {what} of {len(body['prompt'])} tokens in "
+            f"{ATTEMPTS} attempts ({last}) - an answer within {self.config.timeout_s:.0f} s was expected. See its log; "
+            "the run continues where it was with --resume."
         )
 
 
@@ -140,7 +175,7 @@ async def open_teacher(
                 "`inference.model.max_model_len`."
             )
         log.info("teacher %s at %s", model, config.base_url)
-        yield Teacher(config, session, waits, model)
+        yield Teacher(config, session, waits, model, max_model_len, tokenizer.vocab_size)
 
 
 def _base(config: TeacherConfig) -> str:

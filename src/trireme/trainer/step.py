@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from trireme.algo.columns import Columns, LossFunction, Totals
+from trireme.algo.columns import Columns, LossFunction, LossTerms, Totals
 from trireme.algo.loss.divergence import kl_estimate
-from trireme.algo.loss.loss import effective_share, policy_loss
+from trireme.algo.loss.loss import cross_entropy, effective_share, policy_loss
 from trireme.algo.loss.mixture import OF, OTHERS, mixed_loss
 from trireme.base.errors import ConfigError, NotFinite
 from trireme.base.log import get_logger
@@ -160,6 +160,7 @@ class Stepper:
             batch.micro_batches,
             loss_tokens=batch.loss_tokens,
             loss_samples=batch.loss_samples,
+            ce_tokens=batch.ce_tokens,
             step=self.state.version,
             loss_function=self._loss,
             world=self.world,
@@ -205,6 +206,7 @@ def forward_backward(
     loss_function: LossFunction,
     world: World,
     loss_samples: int = 0,
+    ce_tokens: int = 0,
     fixed: FixedLogprobs | None = None,
     entropy_gradient: bool = False,
     logprob_log: LogprobLog | None = None,
@@ -218,6 +220,7 @@ def forward_backward(
     Args:
         loss_tokens: N, for losses that average over tokens.
         loss_samples: S, for losses that average over samples.
+        ce_tokens: N_ce, the tokens that cross-entropy trains.
         fixed: the logprobs that the policy's are compared with; the same object for all iterations of a batch.
         entropy_gradient: the loss has a term in the entropies.
         logprob_log: records the logprobs of each row of a batch that has begun.
@@ -231,7 +234,10 @@ def forward_backward(
         with dropout(model, step=step, rank=world.rank, row=row):
             columns = compute_columns(model, micro_batch, world.device, entropy_gradient=entropy_gradient)
             columns = fixed.add_to(row, columns)
+            columns, weighted = columns.split()
             terms = loss_function(columns, totals)
+            if ce_tokens:  # on every row, so that all ranks add up the same sums
+                terms = _add_cross_entropy(terms, weighted, Totals(ce_tokens, 0))
             (terms.loss * world.dp_size).backward()
         if logprob_log:
             logprob_log.take(columns)
@@ -240,7 +246,17 @@ def forward_backward(
         for name, value in (terms.sums | {"loss": terms.value} | _mismatch(columns, step)).items():
             sums[name] = sums.get(name, 0.0) + value.double()
 
-    return _means(world.sum({name: float(total) for name, total in sums.items()}), loss_tokens)
+    return _means(world.sum({name: float(total) for name, total in sums.items()}), loss_tokens, ce_tokens)
+
+
+def _add_cross_entropy(terms: LossTerms, weighted: Columns | None, totals: Totals) -> LossTerms:
+    """Add the cross-entropy of a row's tokens that have a weight."""
+    zero = terms.value.new_zeros((), dtype=torch.float64)
+    if weighted is None:
+        return replace(terms, sums=terms.sums | {"ce/loss": zero, "ce/nll": zero})
+    own = cross_entropy(weighted, totals)
+    sums = terms.sums | {"ce/loss": own.value, "ce/nll": own.sums["nll"]}
+    return LossTerms(loss=terms.loss + own.loss, value=terms.value + own.value, sums=sums)
 
 
 def _mismatch(columns: Columns, step: int) -> dict[str, torch.Tensor]:
@@ -254,13 +270,18 @@ def _mismatch(columns: Columns, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _means(sums: dict[str, float], loss_tokens: int) -> dict[str, float]:
+def _means(sums: dict[str, float], loss_tokens: int, ce_tokens: int = 0) -> dict[str, float]:
     # These sums have divisors of their own, or none; all others are divided by the batch's loss tokens.
+    of_weighted = {"ce/loss": sums.pop("ce/loss"), "ce/nll": sums.pop("ce/nll") / ce_tokens} if ce_tokens else {}
     fresh, mismatch, loss = sums.pop("fresh_tokens"), sums.pop("mismatch_sum"), sums.pop("loss")
     weights, squared_weights = sums.pop("weights", 0.0), sums.pop("squared_weights", 0.0)
     of_sources = {name: sums.pop(name) for name in [*sums] if OF in name}
     means = {name: total / max(1, loss_tokens) for name, total in sums.items()} | _means_of_sources(of_sources)
-    means |= {"loss": loss, "policy/entropy": means.pop("entropy_sum")}
+    means |= {"loss": loss, "policy/entropy": means.pop("entropy_sum")} | of_weighted
+
+    # A batch that another model sampled says nothing about the policy that samples.
+    if of_weighted and not squared_weights:
+        return {"loss": loss} | of_weighted
 
     if squared_weights:
         means["ess"] = effective_share(weights, squared_weights, loss_tokens)

@@ -1,8 +1,8 @@
-"""A run of two sources on vLLM and FSDP2, each with its own group size, sampling, advantage, loss and evaluation."""
+"""Runs of several sources on vLLM and FSDP2, each with an algorithm of its own."""
 
 import pytest
 
-from support.runs.real_run import Run, run_command
+from support.runs.real_run import Run, open_engine, run_command
 
 
 @pytest.mark.slow
@@ -27,4 +27,65 @@ def test_two_sources_train_in_one_batch_on_two_ranks_to_the_bit(tmp_path):
         *("step_0/held-long.jsonl", "step_2/held.jsonl", "step_4/held.jsonl", "step_4/held-long.jsonl")
     }
     assert "nothing was lost" in run_command("trireme", "audit", run.root)
+    assert "differ" not in run_command("trireme", "replay", run.root)
+
+
+ALGORITHMS = """
+max_steps = 4
+seq_len = 160
+seed = 7
+[model]
+name = "models/alphabet-sort-tiny"
+[trainer]
+num_ranks = 2
+micro_batch_tokens = 512
+[orchestrator]
+batch_size = 24
+group_size = 4
+[orchestrator.train.sampling]
+max_completion_tokens = 24
+[[orchestrator.train.source]]
+name = "taught"
+algo = { type = "sft", sampling = { source = { name = "models/alphabet-sort-tiny", base_url = "http://ADDRESS/v1" } } }
+env.taskset = { id = "reverse-text", max_length = 6 }
+[[orchestrator.train.source]]
+name = "echoed"
+algo = { type = "echo", roles = { user = { alpha = 0.1 } } }
+env.taskset = { id = "alphabet-sort", items = "letters", min_turns = 2, max_turns = 3, max_names_per_turn = 2 }
+[[orchestrator.train.source]]
+name = "shown"
+group_size = 1
+algo = { type = "opsd", demo_key = "answer" }
+env.taskset = { id = "reverse-text", max_length = 6 }
+"""
+"""In the grammar of prime-rl."""
+
+
+@pytest.mark.slow
+def test_tokens_that_the_policy_did_not_sample_train_it_to_the_bit(tmp_path):
+    longer = ("--model.name", "models/alphabet-sort-tiny", "--inference.model.max-model-len", "161", "--seq-len", "161")
+    with open_engine(tmp_path / "teacher", *longer, forked=False) as teacher:
+        (tmp_path / "rl.toml").write_text(ALGORITHMS.replace("ADDRESS", f"127.0.0.1:{teacher.port}"))
+        run_command("rl", "@", tmp_path / "rl.toml", "--output-dir", tmp_path / "run")
+    run = Run(tmp_path / "run")
+    assert any(row["ce/nll"] > 0 for row in run.rows("trainer") if "ce/nll" in row)
+
+    found = set()
+    for rollout in (rollout for batch in run.batches() for rollout in batch.rollouts):
+        found.add((rollout.env, rollout.model))
+        for sample in rollout.samples:
+            weighted = sample.by_cross_entropy
+            assert (
+                (weighted == (sample.loss_mask == 1)).all()
+                if rollout.model
+                else not weighted[sample.loss_mask == 1].any()
+            )
+            assert (sample.versions[weighted] == -1).all()
+            assert weighted.any() == (rollout.env == "taught" or (rollout.env == "echoed" and rollout.num_turns > 1))
+        assert [len(part) for part in rollout.teacher] == [s.length for s in rollout.samples] * (rollout.env == "shown")
+    assert found == {("taught", "models/alphabet-sort-tiny"), ("echoed", ""), ("shown", "")}
+
+    audited = run_command("trireme", "audit", run.root)
+    assert "nothing was lost" in audited
+    assert "models/alphabet-sort-tiny sampled rollouts of taught" in audited
     assert "differ" not in run_command("trireme", "replay", run.root)

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from trireme.config.run import RunConfig
 from trireme.config.sampling import Sampling
 from trireme.journal.model_turn import Message, Turn, assistant_message
 from trireme.journal.records import Rollout
+from trireme.messages import Tokens
 from trireme.orchestrator.engines.pool import PromptTooLong
 from trireme.orchestrator.engines.responses import Called, CalledFunction, ParsedMessage
 from trireme.orchestrator.rollout.chat import ChatTokenizer
@@ -171,7 +173,7 @@ class RandomConversation:
                 self.is_plain = False
             calls = said.get("tool_calls", [])
             answers = [{"role": "tool", "content": f"{place} ä", "tool_call_id": "c"} for place, _ in enumerate(calls)]
-            more = {"role": "user", "content": rng.choice(["sure?", "ok  ", "“why”\n"])}
+            more = {"role": "user", "content": rng.choice(["sure?", "er  ", "“why”\n"])}
             messages = [*messages, said, *(answers or [more])]
         return Done(task="t", reward=1.0, given_up=list(self.given_up))
 
@@ -216,6 +218,8 @@ def check(conversation: RandomConversation, policy: RandomPolicy, finished: Roll
         assert begins == sorted(begins)
         seen += begins
         not_sampled = sample.loss_mask == 0
+        if strategy == "interleaved":
+            check_echo(sample, policy.tokenizer, is_plain=conversation.is_plain)
         assert (sample.versions[not_sampled] == -1).all()
         assert (sample.logprobs[not_sampled] == 0).all()
         assert sample.loss_mask[-1] == 1
@@ -228,6 +232,24 @@ def check(conversation: RandomConversation, policy: RandomPolicy, finished: Roll
     if conversation.is_plain:
         ended = "prompt_too_long" if conversation.num_refused else policy.given[-1][1].cut
         assert (finished.truncated, finished.stop) == (ended is not None, ended)
+
+
+ECHO = {"user": 0.25, "tool": 0.5}
+
+
+def check_echo(sample: Tokens, tokenizer: ChatTokenizer, *, is_plain: bool) -> None:
+    """What was said since the first turn has its role's weight, without what the template writes around it."""
+    weights = np.zeros(sample.length, np.float32) if sample.ce_weights is None else sample.ce_weights
+    said = [
+        (tokenizer.decode(sample.ids[begin:end].tolist()), *sorted(set(weights[begin:end].tolist())))
+        for begin, end in spans_of((weights > 0).astype(np.uint8))
+    ]
+    assert {text.strip() for text, _ in said} <= {"sure?", "er", "“why”", "0 ä", "1 ä", "2 ä"}
+    assert all(weight == ECHO["tool" if text[0].isdigit() else "user"] for text, weight in said)
+    turns = spans_of(sample.loss_mask)
+    assert not (is_plain and weights[: turns[0][1]].any())
+    assert all(weights[end:begin].any() for (_, end), (begin, _) in pairwise(turns))
+    assert not weights[sample.loss_mask == 1].any()
 
 
 def roll_out(play: Any, generate: Any, tokenizer: ChatTokenizer, count: int = 1, **how: Any) -> list[Rollout]:
@@ -333,7 +355,7 @@ def test_a_prompt_is_rendered_with_the_most_specific_template_variables(tmp_path
 @cache
 def config_of(strategy: str, parsed: bool) -> RunConfig:
     parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"} if parsed else {}
-    sections = {"inference": {"model": parsers}, "orchestrator": {"trajectory_strategy": strategy}}
+    sections = {"inference": {"model": parsers}, "orchestrator": {"trajectory_strategy": strategy, "echo": ECHO}}
     return RunConfig.model_validate(sections)
 
 

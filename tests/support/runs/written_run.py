@@ -61,6 +61,7 @@ RICH: dict[str, Any] = {
     "length_penalty": {"type": "linear", "max_length": 12, "weight": 0.5},
     "advantage": {"type": "ema", "clip": 1.25, "reward_clip": [0.0, 2.25]},
     "teacher": {"base_url": "http://127.0.0.1:9/v1", "weight": 0.25},
+    "echo": {"user": 0.5},
 }  # fmt: skip
 """Of `[orchestrator]`: everything that a batch can go by, all at once."""
 
@@ -206,6 +207,7 @@ class WrittenRun:
             ids=[self._random.randrange(50) for _ in range(given + sampled)], loss_mask=[0] * given + [1] * sampled,
             logprobs=[0.0] * given + [-self._random.random() for _ in range(sampled)],
             advantages=[0.0] * (given + sampled), versions=[-1] * given + versions,
+            ce_weights=np.float32([0.5] * given + [0.0] * sampled) if self.config.orchestrator.echo else None,
         )  # fmt: skip
 
 

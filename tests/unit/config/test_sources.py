@@ -150,6 +150,8 @@ def test_groups_per_batch_are_counted_by_the_share_of_each_source(config: RunCon
     assert config.num_groups == round(30 / ((8 + 6 + 8) / 3))
 
 
+TAUGHT_RUN = "--orchestrator.teacher.base-url http://t:1/v1 --orchestrator.teacher.samples"
+TAUGHT = "--orchestrator.env.0.teacher.base-url http://t:1/v1 --orchestrator.env.0.teacher.samples"
 BATCH = "--orchestrator.batch-size 12 --orchestrator.env.0.rollouts-per-example"
 
 
@@ -161,6 +163,12 @@ BATCH = "--orchestrator.batch-size 12 --orchestrator.env.0.rollouts-per-example"
         (f"{BATCH} 4 --orchestrator.env.1.rollouts-per-example 6", ""),
         ("--orchestrator.env.0.teacher.weight 2", "of its own, `[[orchestrator.env]]` \"a\" ... without `base_url`"),
         ("--orchestrator.teacher.weight 2", "`[orchestrator.teacher]` without `base_url`"),
+        (f"{TAUGHT} --orchestrator.env.0.loss.type grpo", 'orchestrator.env["a"].loss` (grpo) with `teacher.samples`'),
+        (f"{TAUGHT} --trainer.loss.type grpo", ""),  # of the other source
+        (f"{TAUGHT_RUN} --trainer.loss.type grpo", "`trainer.loss` (grpo) with `teacher.samples`"),
+        (f"{TAUGHT} --orchestrator.echo.tool 1", '"a": `[orchestrator.echo]` with `teacher.samples`'),
+        (f"{TAUGHT} --orchestrator.env.0.teacher.demonstration answer", "samples = True"),
+        ("--orchestrator.echo.tool 1 --orchestrator.trajectory-strategy branching", '"branching"'),
         ("--orchestrator.env.1.advantage.type hierarchical_grpo", "\"b\" ... with episode_agents = []"),
         ("--orchestrator.env.1.sampling.extra-body.top_p 1", 'orchestrator.env["b"].sampling'),
         ("--orchestrator.env.1.loss.clip-low 0.1", 'orchestrator.env["b"].loss.clip_low'),

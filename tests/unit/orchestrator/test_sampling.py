@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,9 +17,11 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.config.run import RunConfig
 from trireme.config.sampling import MOST_KEPT, Sampling, slots_for
+from trireme.journal.model_turn import Turn
 from trireme.journal.records import Rollout
 from trireme.messages import build_tokens
 from trireme.orchestrator import teacher as module
+from trireme.orchestrator.engines.pool import PromptTooLong, RequestRefused
 from trireme.orchestrator.engines.responses import (
     BadAnswer,
     Choice,
@@ -39,6 +42,7 @@ from trireme.orchestrator.rollout.sampling import (
     sampling_arguments,
     seed_of,
 )
+from trireme.orchestrator.self_distillation import SelfTeacher
 from trireme.orchestrator.teacher import open_teacher
 
 VOCABULARY = 10
@@ -213,7 +217,13 @@ TOKENIZER = open_chat_tokenizer("models/reverse-text-tiny")
 
 
 def fake_teacher(
-    asked: list[dict[str, Any]], *, failures: int = 0, status: int = 503, shift: int = 0, longest: int = 5
+    asked: list[dict[str, Any]],
+    *,
+    failures: int = 0,
+    status: int = 503,
+    shift: int = 0,
+    longest: int = 5,
+    worst: float = -1.0,
 ) -> web.Application:
     """vLLM's three routes; the logprob of token t is -t / 100, and the first so many questions about tokens fail."""
 
@@ -229,7 +239,11 @@ def fake_teacher(
         if len(asked) <= failures:
             return web.json_response({"error": "busy"}, status=status)
         entries = [None, *({str(token): {"logprob": -token / 100}} for token in body["prompt"][1:])]
-        return web.json_response({"choices": [{"text": "", "prompt_logprobs": entries}]})
+        sampled = {"token_ids": [7, 2][: body["max_tokens"]], "logprobs": {"token_logprobs": [-0.5, worst]}}
+        sampled["logprobs"]["token_logprobs"] = sampled["logprobs"]["token_logprobs"][: body["max_tokens"]]
+        reason = "length" if body["max_tokens"] < 2 else "stop"
+        choice = {"text": "", "prompt_logprobs": entries, "finish_reason": reason, "stop_reason": None}
+        return web.json_response({"choices": [choice | sampled]})
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
@@ -254,6 +268,75 @@ def score(*, base_url: str | None = None, **how: int) -> tuple[list[np.ndarray],
     with patch.object(module, "PAUSE_S", 0.0):
         asyncio.run(go())
     return rollout.teacher, asked
+
+
+def sample(ids: list[int], **how: Any) -> tuple[Turn, dict[str, Any]]:
+    """Return a turn that the teacher sampled after these tokens, and the request."""
+    asked: list[dict[str, Any]] = []
+
+    async def go() -> Turn:
+        async with TestServer(fake_teacher(asked, **how)) as server:
+            config = TeacherConfig(base_url=str(server.make_url("/v1")), samples=True)
+            async with open_teacher(config, TOKENIZER, Waits("orchestrator"), max_model_len=4) as teacher:
+                return await teacher.generate(ids, {"temperature": 0.5, "max_tokens": 3, "top_p": 0.9})
+
+    with patch.object(module, "PAUSE_S", 0.0):
+        return asyncio.run(go()), asked[-1]
+
+
+def test_a_turn_of_the_teacher_is_by_no_version_of_the_policy() -> None:
+    turn, asked = sample([5], failures=2)
+    assert (turn.ids, turn.logprobs, turn.versions) == ([7, 2], [-0.5, -1.0], [-1, -1])
+    assert (turn.finish_reason, turn.cut) == ("stop", None)
+    # What the run leaves out means what it means to the policy, not what the teacher's folder says.
+    sent = {name: asked[name] for name in ("prompt", "max_tokens", "temperature", "top_p", "top_k")}
+    assert sent == {"prompt": [5], "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 0}
+    cut, asked = sample([5, 9, 7])
+    assert (cut.ids, cut.cut, asked["max_tokens"]) == ([7], "context_full", 1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "how", "error"),
+    [
+        ([5] * 4, {}, PromptTooLong),
+        ([5], {"failures": 1, "status": 400}, RequestRefused),  # costs the rollout
+        ([5], {"worst": 0.5}, PeerDied),  # no logprob, however often it is asked
+    ],
+)
+def test_an_answer_of_the_teacher_that_cannot_be_used_is_refused(ids, how, error) -> None:
+    with pytest.raises(error):
+        sample(ids, **how)
+
+
+def judged(answer: str | None, longest: int) -> tuple[list[float], list[list[int]]]:
+    """Return what the policy says of its tokens once it was shown an answer, and the prompts that engines got."""
+    asked: list[list[int]] = []
+
+    async def score(ids: list[int]) -> list[float]:
+        asked.append(ids)
+        return [-place / 10 for place in range(1, len(ids))]
+
+    pool: Any = SimpleNamespace(score=score, timeout_s=9.0, max_model_len=longest)
+    tokens = build_tokens(
+        ids=[5, 9, 7], loss_mask=[0, 1, 1], logprobs=[0, -8, -9], advantages=[0] * 3, versions=[0] * 3
+    )
+    rollout = Rollout(env="env", example=0, reward=1.0, samples=[tokens], temperature=1.0, answer=answer)
+    config = TeacherConfig(demonstration="answer", template="as {demonstration}")
+    asyncio.run(SelfTeacher(config, TOKENIZER, pool, Waits("orchestrator")).score([rollout]))
+    return rollout.teacher[0].tolist(), asked
+
+
+def test_the_policy_judges_its_tokens_after_it_was_shown_the_answer(caplog) -> None:
+    hint = TOKENIZER.encode(TOKENIZER.render([{"role": "system", "content": "as cba"}], tools=None, generate=False))
+    found, asked = judged("cba", 100)
+    assert asked == [[*hint, 5, 9, 7]]
+    np.testing.assert_allclose(found, [np.nan, -(len(hint) + 1) / 10, -(len(hint) + 2) / 10], rtol=1e-6)
+    # An engine needs room for one more token. Without it, nothing is learned, and that is said.
+    found, asked = judged("cba", len(hint) + 3)
+    assert (found[1:], asked) == ([-8.0, -9.0], [])
+    assert "raise `seq_len`" in caplog.text
+    with pytest.raises(ConfigError, match="example 0 of environment 'env' has None there"):
+        judged(None, 100)
 
 
 @pytest.mark.parametrize("how", [{}, {"failures": 2}, {"failures": 2, "status": 429}])

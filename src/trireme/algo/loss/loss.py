@@ -15,6 +15,8 @@ on how the batch is split. `sequence` is GRPO's mean over samples of the mean ov
 3), `token` is DAPO's (arXiv 2503.14476, equation 8) but over the batch and not within each group, `constant` is Dr.
 GRPO's (arXiv 2503.20783, section 3.1).
 
+Tokens that the policy did not sample (`Tokens.ce_weights`) are in none of these sums: `cross_entropy` adds their own.
+
 The default is `importance` against the behaviour policy, over tokens (prime-rl's default of December 2025):
 
     r_t = pi(t) / mu(t)                                       computed per token, from logprobs
@@ -134,6 +136,16 @@ def _count(which: torch.Tensor | None, columns: Columns) -> torch.Tensor:
 
 
 def cross_entropy(columns: Columns, totals: Totals) -> LossTerms:
-    """Supervised fine-tuning: -log pi(t), mean over the tokens that count in the whole batch."""
-    total = -torch.where(columns.mask, columns.logprobs, 0.0).sum()
-    return LossTerms(loss=total / max(1, totals.tokens), value=total.detach().double() / max(1, totals.tokens), sums={})
+    """Supervised fine-tuning: -log pi(t), mean over the tokens that count in the whole batch.
+
+    In reinforcement learning, of the tokens with a weight: 1/N_ce * sum of -w_t * log pi(t). N_ce counts these tokens
+    in the whole batch, whatever their weights, and they are not among the N of the policy loss.
+    """
+    nll = -torch.where(columns.mask, columns.logprobs, 0.0)
+    sums: dict[str, torch.Tensor] = {}
+    if columns.ce_weights is not None:
+        sums["nll"] = nll.detach().double().sum()
+        nll = nll * columns.ce_weights
+    total = nll.sum()
+    loss, value = total / max(1, totals.tokens), total.detach().double() / max(1, totals.tokens)
+    return LossTerms(loss=loss, value=value, sums=sums)

@@ -61,5 +61,7 @@ def picture_run_problems(config: RunConfig) -> Iterator[str]:
             "does, and is given its own. Remove the line; how large pictures are read belongs in a copy of the model's "
             "preprocessor_config.json."
         )
+    if any(own.echo for own in (config.orchestrator, *config.orchestrator.sources.values())):
+        yield "`[orchestrator.echo]` with `[model.vlm]` - expected none, as pictures have no text to weigh. Remove it."
     if any(own.teacher for own in (config.orchestrator, *config.orchestrator.sources.values())):
         yield "`[orchestrator.teacher]` with `[model.vlm]` - expected no teacher, as it sees no pictures. Remove it."

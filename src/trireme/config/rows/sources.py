@@ -46,17 +46,32 @@ def set_algorithm(above: str) -> Rule:
         if isinstance(algo, str):
             algo = {"type": algo}
         kind, source = algo.get("type", "grpo"), value_at(algo, ("sampling", "source"), "policy")
+        if kind == "sft":
+            return _distil(f"{above}.teacher", source) | {f"{above}.teacher.samples": True}
         settings: Settings = {}
 
+        if kind == "echo":
+            if not is_off(algo.get("filter")):
+                raise Refused(
+                    "expected no `filter`: nothing narrows the roles here. Remove it, or lower their `alpha`."
+                )
+            roles = algo.get("roles") or {"tool": {}}
+            settings |= {
+                f"{above}.echo.{role}": each.get("alpha", 0.1) for role, each in roles.items() if not is_off(each)
+            }
         if kind in ADVANTAGES:
             settings[f"{above}.advantage.type"] = ADVANTAGES[kind]
             for key in ("decay", "episode_agents"):
                 if key in algo:
                     settings[f"{above}.advantage.{key}"] = algo[key]
+        elif kind == "opsd":
+            settings |= {f"{above}.teacher.template": algo["template"]} if "template" in algo else {}
+            settings[f"{above}.teacher.demonstration"] = algo.get("demo_key", "demonstration")
+            settings[f"{above}.teacher.reward_weight"] = 0.0
         elif kind == "opd":
             settings |= _distil(f"{above}.teacher", algo.get("teacher"))
         else:
-            raise Refused(NOT_HERE.get(kind, f"expected one of {', '.join(ADVANTAGES)}, opd. Take one of these."))
+            raise Refused(f"expected one of {', '.join(ADVANTAGES)}, opd, opsd, sft. Take one of these.")
 
         if source != "policy":
             raise Refused(
@@ -72,32 +87,23 @@ def set_algorithm(above: str) -> Rule:
     return rule
 
 
-ADVANTAGES = {"grpo": "group_mean", "max_rl": "max_rl", "rae": "rae", "hierarchical_grpo": "hierarchical_grpo"}
-"""Algorithms that differ in the advantage alone, and ours."""
-
-NOT_HERE = {
-    "opsd": (
-        "not here: the policy with a demonstration in its prompt is the teacher there. The nearest is a served one: "
-        '`type = "opd"` with `teacher.base_url`, here `[orchestrator.teacher]` with `reward_weight = 0`.'
-    ),
-    "sft": (
-        "not here: no other model's rollouts are trained on during `rl`. The nearest is `[orchestrator.teacher]` with "
-        "`reward_weight = 0`, which judges the policy's own tokens. Or write the teacher's rollouts with `trireme eval "
-        "run ENV -m MODEL -s`, and train on them with `sft`."
-    ),
-    "echo": (
-        'not here: tokens that the environment wrote are never trained on. The nearest is `type = "grpo"`, which '
-        "trains on what the policy sampled alone."
-    ),
+ADVANTAGES = {
+    "grpo": "group_mean",
+    "echo": "group_mean",
+    "max_rl": "max_rl",
+    "rae": "rae",
+    "hierarchical_grpo": "hierarchical_grpo",
 }
+"""Algorithms that differ in the advantage alone, and ours."""
 
 
 def _distil(table: str, teacher: Any) -> Settings:
     if not isinstance(teacher, dict) or not teacher.get("base_url"):
-        raise Refused("expected a table `teacher` with `base_url` and `name`. Add it.")
+        raise Refused(
+            "expected a table with `base_url` and `name`: `teacher`, or with `sft` `sampling.source`. Add it."
+        )
     # Rewards have no part in it, as there.
-    address = str(teacher["base_url"]).removesuffix("/").removesuffix("/v1")
-    settings = {f"{table}.base_url": address, f"{table}.reward_weight": 0.0}
+    settings = {f"{table}.base_url": str(teacher["base_url"]), f"{table}.reward_weight": 0.0}
     return settings | ({f"{table}.model": teacher["name"]} if teacher.get("name") else {})
 
 
@@ -106,13 +112,13 @@ def set_mode(mode: str, table: dict[str, Any]) -> Settings | str:
     if mode == "opd":
         return {"orchestrator.teacher.reward_weight": 0.0}
     if mode == "sft":
-        raise Refused(NOT_HERE["sft"])
+        return {"orchestrator.teacher.samples": True}
     return "rewards are learned from unless `teacher.reward_weight` is 0"
 
 
 def set_teacher_address(address: Any, table: dict[str, Any]) -> Settings:
     first = address[0] if isinstance(address, list) and address else address
-    return {"orchestrator.teacher.base_url": str(first).removesuffix("/").removesuffix("/v1")}
+    return {"orchestrator.teacher.base_url": str(first)}
 
 
 def refuse_engines(address: Any, table: dict[str, Any]) -> str:
@@ -245,7 +251,14 @@ def set_eval_rollouts(above: str) -> Rule:
     default gives them there."""
 
     def rule(count: int, table: dict[str, Any]) -> Settings:
-        given = [value_at(table, tuple(key.split("."))) for key in ("orchestrator.eval.sampling", "eval.sampling")]
+        evals = [value_at(table, path, {}) for path in (("orchestrator", "eval"), ("eval",), ())]
+        given = [each.get("sampling") for each in evals if isinstance(each, dict)]
+        # Of a source, its own table counts too. A rule does not see which one it is called for, but how many it asks.
+        sources = [
+            one for each in evals if isinstance(each, dict) for one in each.get("source") or each.get("env") or ()
+        ]
+        counts = {"group_size", "rollouts_per_example"}
+        given += [one.get("sampling") for one in sources if count in [one.get(key) for key in counts]] * ("[]" in above)
         is_cold = count > 1 and not any(isinstance(each, dict) and "temperature" in each for each in given)
         temperature = {f"{above}.sampling.temperature": 1.0} if is_cold else {}
         return {f"{above}.rollouts_per_example": count} | temperature

@@ -116,14 +116,35 @@ def _table_problems(config: OrchestratorConfig, *, longest: int) -> Iterator[str
     """Yield what is wrong with the tables that a source may have too."""
     yield from _buffer_problems(config.buffer)
     yield from _advantage_problems(config)
-    if config.teacher is not None and not config.teacher.base_url:
+    teacher = config.teacher
+    if teacher is not None and not (teacher.base_url or teacher.demonstration):
         yield (
-            "`[orchestrator.teacher]` without `base_url` - expected the address of its vLLM server. Add "
-            '`base_url = "http://127.0.0.1:8100/v1"`, or remove the table (`weight = 0` for one source).'
+            "`[orchestrator.teacher]` without `base_url` - expected the address of its vLLM server, or a "
+            '`demonstration` with which the policy is its own. Add `base_url = "http://127.0.0.1:8100/v1"`, or remove '
+            "the table (`weight = 0` for one source)."
+        )
+    shows = teacher is not None and teacher.demonstration is not None
+    if teacher and shows and (teacher.base_url or teacher.samples or "{demonstration}" not in teacher.template):
+        yield (
+            f'orchestrator.teacher.demonstration = "{teacher.demonstration}" with base_url = {teacher.base_url}, '
+            f"samples = {teacher.samples}, template = {teacher.template!r} - expected neither of the first two, as "
+            "the policy itself is the teacher then, and `{demonstration}` in the template. Correct these."
+        )
+
+    penalty = config.length_penalty
+    unused = {"echo": config.echo is not None, "length_penalty": penalty is not None and penalty.weight > 0}
+    for name in [name for name, is_given in unused.items() if is_given and config.teacher and config.teacher.samples]:
+        yield (
+            f"`[orchestrator.{name}]` with `teacher.samples` - expected none, as cross-entropy trains what the teacher "
+            "says, whatever its reward, and nothing else. Remove it; a source switches the run's off with weights of 0."
+        )
+    if config.echo and config.trajectory_strategy == "branching":
+        yield (
+            '`[orchestrator.echo]` with `trajectory_strategy = "branching"` - expected "interleaved": only a '
+            "conversation that continues in one sample shows what is new in it. Change it, or remove the table."
         )
 
     # The penalty begins `buffer` tokens before the limit, which must not be below 0.
-    penalty = config.length_penalty
     if penalty and penalty.buffer and penalty.buffer > (longest := penalty.max_length or longest):
         yield (
             f"orchestrator.length_penalty.buffer = {penalty.buffer}, max_length = {longest} - expected no more, "

@@ -10,7 +10,7 @@ from typing import Any
 from trireme.base.errors import ConfigError
 from trireme.base.safe_text import CONTROL
 from trireme.config.files import ProcessName, toml_value
-from trireme.config.losses import loss_problems
+from trireme.config.losses import Loss, loss_problems, resolve_loss
 from trireme.config.model.folder import tokenizer_problems
 from trireme.config.model.tokenizer import has_vocabulary, read_tokenizer
 from trireme.config.rules.machines import ports
@@ -159,6 +159,18 @@ def losses_problems(config: RunConfig) -> Iterator[str]:
     for name, loss in losses.items():
         for problem in loss_problems(loss):
             yield problem.replace("trainer.loss", loss_table(name))
+
+    # Cross-entropy alone trains what a teacher samples, and a loss that nothing uses is a mistake.
+    taught = [name for name, own in config.orchestrator.sources.items() if own.teacher and own.teacher.samples]
+    without_use = [name for name in taught if name in losses]
+    plain = resolve_loss(Loss(), length=config.loss_length)
+    if taught and len(taught) == len(config.orchestrator.sources) and config.recipes[""] != plain:
+        without_use.append("")
+    for name in without_use:
+        yield (
+            f"`{loss_table(name)}` ({losses[name].type}) with `teacher.samples` - expected none: the policy has no "
+            "logprobs of what a teacher sampled, so no ratio, and cross-entropy trains it. Remove the table."
+        )
 
     # There is one reference model, so it is updated for all at the same time.
     updates = {name: loss.reference_update_every for name, loss in losses.items() if loss.beta}

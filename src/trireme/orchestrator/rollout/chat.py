@@ -7,6 +7,7 @@ a test compares the results.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,31 @@ class ChatTokenizer:
         if problem := rowless_token(ids, self.vocab_size, self._tokenizer.id_to_token):
             raise NoRoomForToken(problem)
         return ids
+
+    def weigh(self, text: str, around: Sequence[str], contents: Sequence[tuple[str, float]]) -> list[float]:
+        """Return a weight for each token of a text: that of the content that it lies in, else 0.
+
+        Args:
+            around: what the template writes before, between and behind the contents.
+            contents: of messages, in their order, each with its weight. A text that is not made of these has none.
+        """
+        offsets = self._tokenizer.encode(encodable(text), add_special_tokens=False).offsets
+        nothing, place = [0.0] * len(offsets), len(around[0])
+        if len(around) != len(contents) + 1 or not text.startswith(around[0]):
+            return nothing
+
+        found = list(nothing)
+        for (content, weight), after in zip(contents, around[1:], strict=True):
+            # templates often strip what they write
+            forms = (form for form in (content, content.strip()) if text.startswith(form + after, place))
+            if (form := next(forms, None)) is None:
+                return nothing
+            end = place + len(form)
+            for token, (first, last) in enumerate(offsets):
+                if place <= first < last <= end:
+                    found[token] = weight
+            place = end + len(after)
+        return found
 
     def prompt_ids(
         self,

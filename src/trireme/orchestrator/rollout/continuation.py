@@ -15,7 +15,7 @@ import jinja2
 from trireme.journal.model_turn import Message
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 
-_MARK = "\u2402mark\u2403"  # occurs in no template and no conversation
+MARK = "\u2402mark\u2403"  # occurs in no template and no conversation
 
 
 class Rewritten(Exception):
@@ -100,14 +100,14 @@ class Continuation:
 
     def _after_plain_turn(self, later: list[dict[str, Any]], *, generate: bool) -> str:
         """Return what the template writes after a turn of plain text in place of this one. Raises: Rewritten."""
-        plain = [*self.messages[: self.num_past], {"role": "assistant", "content": _MARK}, *later]
+        plain = [*self.messages[: self.num_past], {"role": "assistant", "content": MARK}, *later]
         try:
             text = self._render(plain, generate=generate)
         except jinja2.TemplateError as error:
             raise Rewritten(f"it cannot render a plain turn here: {error}") from error
-        if _MARK not in text:
+        if MARK not in text:
             raise Rewritten("a plain turn is no longer there")
-        return text[text.rfind(_MARK) + len(_MARK) :]
+        return text[text.rfind(MARK) + len(MARK) :]
 
     def _render(self, messages: list[dict[str, Any]], *, generate: bool) -> str:
         return self.tokenizer.render(
@@ -117,7 +117,7 @@ class Continuation:
 
 def rewrites_always(tokenizer: ChatTokenizer, template_kwargs: dict[str, Any]) -> bool:
     """Return whether the template rewrites even a short turn of plain text between two questions."""
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}, {"role": "user", "content": "b"}]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}, {"role": "user", "content": "b"}]
 
     def render(num_messages: int, *, generate: bool) -> str:
         return tokenizer.render(talk[:num_messages], tools=None, generate=generate, template_kwargs=template_kwargs)
@@ -127,7 +127,7 @@ def rewrites_always(tokenizer: ChatTokenizer, template_kwargs: dict[str, Any]) -
     # a template that refuses this talk has shown nothing about others
     except jinja2.TemplateError:
         return False
-    is_kept = with_turn.startswith(before) and _MARK in with_turn[len(before) :]
+    is_kept = with_turn.startswith(before) and MARK in with_turn[len(before) :]
     return not (is_kept and now.startswith(with_turn))
 
 

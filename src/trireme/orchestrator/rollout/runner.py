@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import ConfigError
@@ -39,6 +39,9 @@ from trireme.orchestrator.session.session import RolloutFailed
 from trireme.orchestrator.session.wire import RunTask, Split
 
 log = get_logger("rollouts")
+
+if TYPE_CHECKING:
+    from trireme.orchestrator.teacher import Teacher
 
 T = TypeVar("T")
 
@@ -93,6 +96,7 @@ class RolloutRunner:
     tokenizer: ChatTokenizer
     waits: Waits  # for a full disk
     journal: Path | None = None  # folder of the turns of agent programs, to be played again; none are kept without
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)  # those that sample, by their environment
     pictures_folder: Path | None = None  # pictures of conversations; by default in the journal, or a temporary folder
 
     def __post_init__(self) -> None:
@@ -101,6 +105,7 @@ class RolloutRunner:
         self._newest_attempts = {} if self.journal is None else newest_attempts(self.journal)
         self.writers = ThreadPoolExecutor(WRITERS, "turns")  # makes a thread when it needs one
         self.max_model_len = config.inference.model.max_model_len or config.seq_len
+        self.of_source = lru_cache(config.orchestrator.of)  # the settings of a source, by its name
         self.num_top_logprobs = config.num_top_logprobs  # likeliest tokens per position, for the loss
 
         self.reader = TurnReader(config.inference.model, self.tokenizer, self.pool)

@@ -50,16 +50,24 @@ class SampledSession(Session):
         Args:
             log: turns of an earlier, interrupted run of this attempt; new ones are added.
         """
+        # a teacher may sample what the policy is trained on; what only importance ratios need is not asked of it
+        self.teacher = runner.teachers.get(environment.name) if trained else None
         self.sampling = TurnSampling(
             sampling,
             run_seed=runner.run_seed,
             key=spec.name,
             attempt=spec.attempt,
-            trained=trained,
+            trained=trained and self.teacher is None,
             vocab_size=runner.tokenizer.vocab_size or runner.tokenizer.num_tokens,
             num_top=runner.num_top_logprobs,
         )
-        super().__init__(spec.task(environment, self.sampling.own), log=log)
+        self.trained = trained
+        own = runner.of_source(environment.name)
+        self.echo = own.echo.roles if own.echo and trained else {}
+        task = spec.task(environment, self.sampling.own)
+        if trained and own.teacher and own.teacher.demonstration:
+            task.columns = [own.teacher.demonstration]
+        super().__init__(task, log=log)
         self.runner, self.environment, self.spec = runner, environment, spec
 
         # variables of the chat template: the environment's table replaces the run's, and each turn's request both
@@ -84,7 +92,14 @@ class SampledSession(Session):
         strategy: Strategy = (
             "tolerant" if self.environment.uses_gateway else runner.config.orchestrator.trajectory_strategy
         )
-        self.trajectory = Trajectory(runner.tokenizer, strategy, runner.pictures, runner.max_model_len)
+        self.trajectory = Trajectory(
+            runner.tokenizer,
+            strategy,
+            runner.pictures,
+            runner.max_model_len,
+            teacher_weight=self.teacher.config.weight if self.teacher else 0.0,
+            echo=self.echo,
+        )
 
         self._refused: str | None = None  # why the last turn was refused as too long, if it was
         self._invalid: str | None = None  # why the first turn can never be sampled, if it cannot
@@ -114,7 +129,7 @@ class SampledSession(Session):
             # shielded while pictures are read, as a request must take its number even if it is cancelled
             asking = self._count_and_ask(self.trajectory, request)
             asked = await (asking if runner.pictures is None else asyncio.shield(asking))
-            if self.sampling.trained and self.trajectory.strategy == "interleaved":
+            if self.trained and self.trajectory.strategy == "interleaved":
                 runner.note_continuation(asked, self.environment.name, self.spec.example, self.template)
 
             # with a log, a turn that an earlier player asked for is read from disk instead of being sampled again
@@ -222,12 +237,10 @@ class SampledSession(Session):
             digest: of the prompt, for the log.
             life: of the log, when the turn was asked for.
         """
-        # expert routes are replayed in training only, and the engine reports those that are not known yet
-        routes_from = prompt.routes_from if self.sampling.trained else None
-        shown: dict[str, Any] = {}
-        if prompt.pictures and (pictures := self.runner.pictures):
-            shown = {"pictures": prompt.pictures, "content_parts": await pictures.content_parts(prompt.pictures)}
-        turn = await self.runner.pool.generate(prompt.ids, arguments, routes_from=routes_from, **shown)
+        if self.teacher is not None:
+            turn = await self.teacher.generate(prompt.ids, arguments)
+        else:
+            turn = await self._ask_policy(prompt, arguments)
 
         keeps_stop = bool(arguments.get("include_stop_str_in_output"))
         # a program that is played again may ask in another order, and get turns with the ids of other numbers from disk
@@ -248,6 +261,14 @@ class SampledSession(Session):
         self.log.add(turn, life)
         reach("turn.written")
         return turn
+
+    async def _ask_policy(self, prompt: Prompt, arguments: dict[str, Any]) -> Turn:
+        # expert routes are replayed in training only, and the engine reports those that are not known yet
+        routes_from = prompt.routes_from if self.trained else None
+        shown: dict[str, Any] = {}
+        if prompt.pictures and (pictures := self.runner.pictures):
+            shown = {"pictures": prompt.pictures, "content_parts": await pictures.content_parts(prompt.pictures)}
+        return await self.runner.pool.generate(prompt.ids, arguments, routes_from=routes_from, **shown)
 
     def close(self) -> None:
         """Free what it holds, and give up turns that are still sampled for a player that has died."""
@@ -286,7 +307,7 @@ class SampledSession(Session):
 
         # an evaluation has a reward even without a model turn; training has nothing to learn from
         samples = self.trajectory.samples()
-        if self.sampling.trained and not samples:
+        if self.trained and not samples:
             asked = "gave up each model turn that it asked for" if self._num_asked else "never asked for a model turn"
             why = self._refused or f"The environment {asked}."
             raise RolloutFailed("rollout", f"{why} Nothing was sampled, so there is nothing to train on.")
@@ -307,7 +328,8 @@ class SampledSession(Session):
             attempt=self.spec.attempt,
             temperature=self.sampling.sampling.temperature,
             **played,
-            info=done.info if agent or not self.sampling.trained else {},
+            info=done.info if agent or not self.trained else {},
+            model=self.teacher.model if self.teacher else "",
             runs=runs,
             samples=samples,
             token_rewards=token_rewards,
@@ -315,6 +337,7 @@ class SampledSession(Session):
             rewritten=self.trajectory.num_rewritten,
             num_sampled=num_sampled(samples),
             num_tokens=max((sample.length for sample in samples), default=0),
+            num_computed=self.trajectory.num_computed,
             truncated=done.truncated or self._cut is not None,
             stop=self._cut or done.stop,
         )

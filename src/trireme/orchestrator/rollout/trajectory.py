@@ -16,22 +16,23 @@ The sample that a turn's tokens belong to:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import jinja2
 import msgspec
 import numpy as np
 
 from trireme.algo.pictures import expand
-from trireme.journal.message_text import pictures_in
+from trireme.journal.message_text import content_text, pictures_in
 from trireme.journal.model_turn import Message, Turn, is_like, is_same
 from trireme.journal.records import AgentRun, Branch
 from trireme.journal.turns import PromptDigests
 from trireme.messages import Kept, Picture, Tokens, TopLogprobs, build_tokens
 from trireme.orchestrator.engines.expert_routes import to_routed
 from trireme.orchestrator.rollout.chat import ChatTokenizer
-from trireme.orchestrator.rollout.continuation import Continuation, Rewritten
+from trireme.orchestrator.rollout.continuation import MARK, Continuation, Rewritten
 from trireme.orchestrator.rollout.pictures import ConversationPictures
 
 Strategy = Literal["interleaved", "branching", "tolerant"]
@@ -51,6 +52,7 @@ class _Sample:
     versions: list[int] = field(default_factory=list)
     kept: list[Sequence[int]] = field(default_factory=list)  # tokens that each was chosen from; empty: all
     top: list[dict[int, float]] = field(default_factory=list)  # likeliest tokens at each place, if the loss needs them
+    ce_weights: list[float] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)  # expert routes per turn: [N, layers, experts]
     pictures: list[Picture] = field(default_factory=list)  # in the order of their places
     last: _Place | None = None
@@ -60,21 +62,23 @@ class _Sample:
     def length(self) -> int:
         return len(self.ids)
 
-    def add_given(self, ids: list[int]) -> None:
+    def add_given(self, ids: list[int], ce_weights: Sequence[float] = ()) -> None:
         self.ids += ids
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
         self.kept += [()] * len(ids)
         self.top += [{}] * len(ids)
+        self.ce_weights += ce_weights or [0.0] * len(ids)
 
-    def add_sampled(self, turn: Turn) -> None:
+    def add_sampled(self, turn: Turn, ce_weight: float) -> None:
         self.ids += turn.ids
         self.mask += [1] * len(turn.ids)
         self.logprobs += turn.logprobs
         self.versions += turn.versions
         self.kept += turn.kept or [()] * len(turn.ids)
         self.top += turn.top_logprobs or [{}] * len(turn.ids)
+        self.ce_weights += [ce_weight] * len(turn.ids)
 
     def to_tokens(self) -> Tokens:
         """Build the columns. Advantages are 0 until the group is known."""
@@ -92,6 +96,7 @@ class _Sample:
             routed=to_routed(self.routes, self.length),
             pictures=self.pictures,
             top_logprobs=_flat(self.top) if any(self.top) else None,
+            ce_weights=np.array(self.ce_weights, np.float32) if any(self.ce_weights) else None,
         )
 
 
@@ -160,6 +165,7 @@ class Prompt:
     routes: tuple[np.ndarray, ...] = ()  # routes of the first of `ids`, which the engine reported in earlier turns
     rewritten: str = ""  # how the chat template changes the turn that the conversation continues; empty: it does not
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    ce_weights: Sequence[float] = ()  # of the tokens after `turn`; empty: none has one
 
     @property
     def routes_from(self) -> int:
@@ -175,10 +181,13 @@ class Trajectory:
     strategy: Strategy
     pictures: ConversationPictures | None = None  # pictures of the run; if not given, pictures are no tokens
     max_model_len: int | None = None  # prompts that are far longer are refused
+    teacher_weight: float = 0.0  # weight of the turns' tokens in the cross-entropy, if a teacher samples them
+    echo: Mapping[str, float] = field(default_factory=dict)  # weight of the tokens that each role said, likewise
     _samples: list[_Sample] = field(default_factory=list)
     _turns: dict[int, _Place] = field(default_factory=dict)  # keyed by the number of their prompt
     _num_asked: int = 0
     num_rewritten: int = 0  # turns that begin a sample because the chat template rewrites earlier ones
+    num_computed: int | None = 0  # tokens that engines computed for its turns; None if an engine did not say
     taken_back: list[str] = field(default_factory=list)  # digests of the prompts of turns that were taken back
 
     @property
@@ -214,9 +223,10 @@ class Trajectory:
                 # routes are kept up to a sample's newest turn, so a branch from an earlier turn asks for all of its own
                 routes = tuple(turn.sample.routes) if turn is turn.sample.last else ()
                 pictures = (*known, *new)
-                return Prompt(
-                    number, past + more, conversation, tools, trace, turn, pictures, routes, template_kwargs=given
-                )
+                more_of: dict[str, Any] = {"template_kwargs": given}
+                if self.echo:
+                    more_of["ce_weights"] = self._weights(text, turn, conversation, tools or None)
+                return Prompt(number, past + more, conversation, tools, trace, turn, pictures, routes, **more_of)
             except Rewritten as error:
                 rewritten = str(error)
 
@@ -285,26 +295,46 @@ class Trajectory:
                 raise
             return continuation.text_after_any_turn()
 
+    def _weights(
+        self, text: str, turn: _Place, messages: list[dict[str, Any]], tools: list[dict] | None
+    ) -> list[float]:
+        """Return the weight of each token of the `text` after a turn; nothing if none has one."""
+        past = len(turn.messages) + 1
+        said = [(content_text(message.get("content")), message) for message in messages[past:]]
+
+        # the template writes the same around other contents
+        marked = [message | {"content": MARK} if content else message for content, message in said]
+        try:
+            around = self._text_after(turn, [*messages[:past], *marked], tools).split(MARK)
+        except (Rewritten, jinja2.TemplateError):  # it reads what it is given
+            return []
+        contents = [(content, self.echo.get(message["role"], 0.0)) for content, message in said if content]
+        return self.tokenizer.weigh(text, around, contents)
+
     def record(self, prompt: Prompt, turn: Turn) -> None:
         """Add a turn: the tokens that the engine sampled, and the message that the environment is shown."""
+        if self.num_computed is not None:
+            self.num_computed = None if turn.num_computed is None else self.num_computed + turn.num_computed
         earlier = prompt.turn
         said_before = {} if earlier is None else earlier.earlier | {len(earlier.messages): earlier.said}
 
         # the earlier turn's sample grows by what was given since, and by this turn
         if earlier is not None and earlier.end == earlier.sample.length:
             sample = earlier.sample
-            sample.add_given(prompt.ids[earlier.end :])
+            sample.add_given(prompt.ids[earlier.end :], prompt.ce_weights)
         else:  # a conversation of its own, or one that leaves an earlier one before its end
             branch, given = self._begin_branch(prompt), prompt.template_kwargs
             sample = _Sample(prompt.tools or None, branch, prompt.trace, given)
             self._samples.append(sample)
             self.num_rewritten += bool(prompt.rewritten)
-            sample.add_given(prompt.ids)
+            known = 0 if earlier is None else earlier.end  # these tokens are in the sample that they leave
+            sample.add_given(prompt.ids[:known])
+            sample.add_given(prompt.ids[known:], prompt.ce_weights)
 
         sample.pictures = list(prompt.pictures)
         begin = sample.length
         sample.branch.num_turns += 1
-        sample.add_sampled(turn)
+        sample.add_sampled(turn, self.teacher_weight)
         # routes of a prompt are reported only from `routes_from` on, so those from before are put in front
         if turn.routes is not None:
             sample.routes = [*prompt.routes, turn.routes]
@@ -327,7 +357,8 @@ class Trajectory:
         end = 0  # number of tokens that stay
         for earlier in (each for each in self._turns.values() if each.sample is sample):
             sample.last, end = earlier, earlier.end
-        for column in (sample.ids, sample.mask, sample.logprobs, sample.versions, sample.kept, sample.top):
+        columns = (sample.ids, sample.mask, sample.logprobs, sample.versions, sample.kept, sample.top)
+        for column in (*columns, sample.ce_weights):
             del column[end:]
         sample.routes = sample.routes[:-1]
         sample.pictures = [picture for picture in sample.pictures if picture.place < end]

@@ -32,7 +32,7 @@ from trireme.journal.targets import (
     why_not_worth_it,
 )
 from trireme.journal.turns import MISSING, compare_turns, read_turns, turns_file, turns_folder
-from trireme.messages import COLUMNS, Tokens
+from trireme.messages import COLUMNS, Tokens, concat_tokens
 from trireme.tools.audit.report import Report
 from trireme.tools.record_differences import some
 
@@ -94,7 +94,10 @@ class TokenAudit:
         """Concatenate a batch's columns; None if there are none, or if they do not fit together."""
         samples = [(rollout, sample) for rollout in record.rollouts for sample in rollout.samples]
         for rollout, sample in samples:
-            for name, (dtype, _) in COLUMNS.items():
+            types = {name: dtype for name, (dtype, _) in COLUMNS.items()}
+            if sample.ce_weights is not None:
+                types["ce_weights"] = np.dtype("float32")
+            for name, dtype in types.items():
                 column = getattr(sample, name)
                 if column.dtype != dtype or len(column) != sample.length:
                     self._add(
@@ -108,12 +111,14 @@ class TokenAudit:
 
         if not samples:
             return None
-        return Tokens(**{name: np.concatenate([getattr(sample, name) for _, sample in samples]) for name in COLUMNS})
+        each = [({name: getattr(sample, name) for name in COLUMNS}, sample.ce_weights) for _, sample in samples]
+        return concat_tokens([Tokens(**columns, ce_weights=weights) for columns, weights in each])
 
     def _check_tokens(self, record: BatchRecord, tokens: Tokens, rules: Rules) -> None:
 
         step, summary = record.step, self._report.summary
-        trained, versions = tokens.loss_mask == 1, tokens.versions
+        sampled, versions = tokens.loss_mask == 1, tokens.versions
+        trained = sampled & ~self._check_weights(record, rules)  # by the policy loss
         # batch n makes version n + 1, so its tokens are of version n at most: the lag is n minus their version
         lags = step - versions
         allowed = rules.max_lag
@@ -125,10 +130,10 @@ class TokenAudit:
             (tokens.loss_mask > 1, "loss_mask", "0 or 1"),
             (tokens.ids < 0, "ids", "0 or above"),
             (trained & (versions < 0), "versions", "a version of 0 or above where the token is trained on"),
-            (~trained & (versions != -1), "versions", "-1 where the engine did not sample the token"),
+            (~trained & (versions != -1), "versions", "-1 where the policy did not sample the token"),
             (~trained & (tokens.advantages != 0), "advantages", "0 where the token is not trained on"),
-            (~trained & (tokens.logprobs != 0), "logprobs", "0 where the engine did not sample the token"),
-            (trained & no_logprob, "logprobs", "the logarithm of a probability"),
+            (~sampled & (tokens.logprobs != 0), "logprobs", "0 where no model sampled the token"),
+            (sampled & no_logprob, "logprobs", "the logarithm of a probability"),
             (trained & (lags < 0), "versions", f"at most {step}: a later version is trained from this very batch"),
             (trained & (lags > allowed), "versions", f"at least {step - allowed} ({why})"),
         ]
@@ -147,6 +152,26 @@ class TokenAudit:
         self._versions |= used
         summary.versions_used = len(self._versions)
 
+    def _check_weights(self, record: BatchRecord, rules: Rules) -> np.ndarray:
+        """Check the weights of tokens in the cross-entropy. Return [T] bool: the tokens that a teacher sampled."""
+        wrong, taught = [], []
+        for rollout in record.rollouts:
+            own = rules.of(rollout.env)
+            for sample in rollout.samples:
+                sampled = sample.loss_mask == 1
+                found = np.zeros(sample.length, np.float32) if sample.ce_weights is None else sample.ce_weights
+                of_others = np.array([0.0, *own.echo.values()], np.float32)
+                wrong.append(np.where(sampled, found != np.float32(own.ce_weight), ~np.isin(found, of_others)))
+                taught.append(sampled & (own.ce_weight > 0))
+            if rollout.model:
+                self._report.note(f"{rollout.model} sampled rollouts of {rollout.env}: cross-entropy trains them")
+            if bool(rollout.model) != (own.ce_weight > 0):
+                found_model = f" was sampled by {rollout.model!r}" if rollout.model else " names no model"
+                expected = "the name of the teacher that sampled it, or none where the policy did"
+                self._add(record, rollout, found_model, expected=expected)
+        self._add_token(record, np.concatenate(wrong), "ce_weights", "the weight in the rules of the batch")
+        return np.concatenate(taught)
+
     def _check_rollouts(self, record: BatchRecord, rules: Rules) -> None:
         """Compare what is recorded of each rollout with its tokens: their number, and the flaws of the filters."""
 
@@ -164,7 +189,7 @@ class TokenAudit:
                 name: (value, due[name]) for name, value in recorded.items() if value is not None
             }
             if (filters := rules.of(rollout.env).filters) is not None:  # older journals do not record flaws
-                is_flat = is_zero([sample.advantages for sample in rollout.samples])
+                is_flat = not rollout.model and is_zero([sample.advantages for sample in rollout.samples])
                 values |= {
                     "flaws": (rollout.flaws, flaws_of(rollout, rules) + [ZERO_ADVANTAGE] * is_flat),
                     "masked": (rollout.masked, flaw_with("mask", rollout.flaws, filters)),
@@ -195,8 +220,7 @@ class TokenAudit:
             return
         expected = np.concatenate([part for per_sample in per_rollout for part in per_sample])
         # targets are recomputed in float64, and the journal holds float32
-        trained = tokens.loss_mask == 1
-        wrong = trained & ~np.isclose(tokens.advantages, expected, rtol=1e-5, atol=1e-6)
+        wrong = tokens.by_policy_loss & ~np.isclose(tokens.advantages, expected, rtol=1e-5, atol=1e-6)
         if wrong.any():
             by = f"{expected[int(np.argmax(wrong))]:.6g}, by the rewards and the rules of the batch"
             self._add_token(record, wrong, "advantages", by)
@@ -235,7 +259,8 @@ class TokenAudit:
         for rollout in record.rollouts:
             for sample in rollout.samples:
                 if 0 <= place < sample.length:
-                    value = f"{getattr(sample, column)[place]:.6g}"
+                    values = getattr(sample, column)
+                    value = f"{0 if values is None else values[place]:.6g}"
                     self._add(record, rollout, f": token {place} has {value} in `{column}`{more}", expected=expected)
                 place -= sample.length
 

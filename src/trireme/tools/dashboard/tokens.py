@@ -215,12 +215,13 @@ class TokenColumns:
 
     ids: np.ndarray  # [T] int32
     texts: list[str]  # [T]
-    sampled: np.ndarray  # [T] bool: by the policy
+    sampled: np.ndarray  # [T] bool: by a model
     trained: np.ndarray  # [T] bool: in the loss
     engine: np.ndarray  # [T] float32, log p when it was sampled; NaN where it was not
     trainer: np.ndarray  # [T] float32, log p of the weights that were trained on it; NaN where it is not known
     advantages: np.ndarray  # [T] float32
-    versions: np.ndarray  # [T] int32, -1 where it was not sampled
+    versions: np.ndarray  # [T] int32, -1 where the policy did not sample it
+    weights: np.ndarray  # [T] float32, in the cross-entropy
     rewards: np.ndarray  # [T] float32, NaN where the token was given none
     teacher: np.ndarray  # [T] float32, NaN where there is none
     kept: np.ndarray  # [T] int32: tokens that a cut sampler chose among, 0 where it was not cut
@@ -264,6 +265,7 @@ def columns_of(rollout: Rollout, place: int, texts: list[str], known: dict[bytes
         trainer=unknown if trainer is None else trainer,
         advantages=sample.advantages,
         versions=sample.versions,
+        weights=np.zeros(sample.length, np.float32) if sample.ce_weights is None else sample.ce_weights,
         rewards=column(rollout.token_rewards),
         teacher=column(rollout.teacher),
         kept=np.zeros(sample.length, np.int32) if sample.kept is None else sample.kept.counts,
@@ -276,7 +278,7 @@ def summary(columns: TokenColumns) -> str:
     Example:
         97 tokens, 57 sampled by version 11 · mean p 0.812 · ratio 1.0010 on average, 1.1040 farthest from 1
     """
-    versions = sorted({int(version) for version in columns.versions[columns.sampled]})
+    versions = sorted({int(version) for version in columns.versions if version >= 0})
     engine = columns.engine[np.isfinite(columns.engine)]
     ratios = columns.ratios[np.isfinite(columns.ratios)]
     text = f"{columns.length} tokens, {int(columns.sampled.sum())} sampled"
@@ -344,6 +346,8 @@ def colours_of(samples: Sequence[TokenColumns]) -> list[str]:
 def facts_of(columns: TokenColumns, place: int, *, step: int) -> Iterator[tuple[str, str]]:
     """Yield all that is known of one token, by name."""
     yield "token", f"{place + 1} of {columns.length}: {clean(columns.texts[place])!r}, id {int(columns.ids[place])}"
+    if columns.weights[place] and not columns.sampled[place]:
+        yield "loss", f"cross-entropy, weight {columns.weights[place]:g}"
     if not columns.sampled[place]:
         yield "given", "to the model, not sampled"
         return
@@ -352,7 +356,7 @@ def facts_of(columns: TokenColumns, place: int, *, step: int) -> Iterator[tuple[
     yield "trainer", _probability(columns.trainer[place])
     yield "ratio", f"{ratio:.4f}" if math.isfinite(ratio) else "not known"
     yield "advantage", f"{float(columns.advantages[place]):+.4f}"
-    yield "version", f"{version}, lag {step - version}"
+    yield "version", f"{version}, lag {step - version}" if version >= 0 else "none: another model sampled it"
     yield "loss", "trained on" if columns.trained[place] else "masked: not trained on"
     if math.isfinite(columns.rewards[place]):
         yield "reward", f"{float(columns.rewards[place]):+.4f}"

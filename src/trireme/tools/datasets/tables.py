@@ -191,7 +191,7 @@ PLACE: dict[str, Column] = {
 
 # the data sets
 
-SAMPLE = {"ids": INT, "loss_mask": MASK, "logprobs": FLOAT, "advantages": FLOAT, "versions": INT}
+SAMPLE = {"ids": INT, "loss_mask": MASK, "logprobs": FLOAT, "advantages": FLOAT, "versions": INT, "ce_weights": FLOAT}
 
 
 ALL = Table(
@@ -214,6 +214,7 @@ ALL = Table(
         "num_turns": of_rollout("num_turns", pa.int64()),
         "flaws": of_rollout("flaws", pa.list_(TEXT)),
         "masked": of_rollout("masked", TEXT),
+        "model": of_rollout("model", TEXT),
         "temperature": of_rollout("temperature", pa.float64()),
         "samples": (
             pa.list_(pa.struct([(name, pa.list_(kind)) for name, kind in SAMPLE.items()])),

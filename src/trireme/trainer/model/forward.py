@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from trireme.algo.columns import Columns
 from trireme.algo.loss.logprobs import Choices
-from trireme.algo.packing import SharedPrefixes, positions, share_prefixes, unsampled_row
+from trireme.algo.packing import SharedPrefixes, num_distinct, positions, share_prefixes, unsampled_row
 from trireme.algo.pictures import distinct_ids
 from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import ConfigError
@@ -68,6 +68,7 @@ def compute_columns(
         entropies=found.entropies,
         top_logprobs=found.top,
         top_behaviour=None if found.top is None else top_at(tokens.top_logprobs, places, device)[1],
+        ce_weights=None if tokens.ce_weights is None else column(tokens.ce_weights, torch.float32),
         restrained=None if tokens.restrained is None else column(tokens.restrained, torch.bool),
         behaviour=behaviour,
         proximal=behaviour,
@@ -86,7 +87,8 @@ def places_of(micro_batch: MicroBatch) -> tuple[np.ndarray, bool]:
     Every rank must run the same collectives, so a row without such tokens runs with its first token.
     """
     has_past = positions(micro_batch.lengths) > 0  # the token before a sample's first one is of another sample
-    places = np.flatnonzero(micro_batch.tokens.loss_mask.astype(bool) & has_past)
+    tokens = micro_batch.tokens
+    places = np.flatnonzero((tokens.by_policy_loss | tokens.by_cross_entropy) & has_past)
     return (places, True) if len(places) else (np.zeros(1, np.int64), False)
 
 
@@ -197,6 +199,7 @@ class Scorer:
 
 def targets_at(row: MicroBatch, places: np.ndarray, device: torch.device) -> Targets:
     temperatures = np.repeat(np.array(row.temperatures, np.float32), row.lengths)
+    temperatures[row.tokens.by_cross_entropy] = 1.0  # the policy sampled none of these at any temperature
     return Targets(
         torch.as_tensor(row.tokens.ids[places], dtype=torch.int64, device=device),
         torch.as_tensor(temperatures[places], device=device),
@@ -261,12 +264,15 @@ def scorer_of(model: PreTrainedModel, device: torch.device) -> Scorer:
     return vars(model)[_ATTRIBUTE]
 
 
-def shared_frac(model: PreTrainedModel, rows: list[MicroBatch]) -> float:
-    """Return the share of the rows' tokens that shared prefixes save."""
-    if not vars(model)[_ATTRIBUTE].shares_prefixes:
-        return 0.0
-    computed = sum(len(_shared(row).kept) for row in rows)
-    return 1 - computed / max(1, sum(row.tokens.length for row in rows))
+def computed_fracs(model: PreTrainedModel, rows: list[MicroBatch]) -> tuple[float, float]:
+    """Return the tokens that a pass over the rows computes, by the rows' tokens, and by those that exist: tokens of
+    all samples, those that stand behind the same beginning once."""
+    lengths = [row.tokens.length for row in rows]
+    shares = vars(model)[_ATTRIBUTE].shares_prefixes
+    computed = sum(len(_shared(row).kept) for row in rows) if shares else sum(lengths)
+    ids = [distinct_ids(row.tokens.ids, row.tokens.pictures) for row in rows]
+    samples = [part for row, own in zip(rows, ids, strict=True) for part in np.split(own, np.cumsum(row.lengths)[:-1])]
+    return computed / max(1, sum(lengths)), computed / max(1, num_distinct(samples))
 
 
 def _shared(row: MicroBatch) -> SharedPrefixes:

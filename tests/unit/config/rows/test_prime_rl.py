@@ -96,10 +96,27 @@ RL: list[tuple[str, dict[str, Any]]] = [
     (
         f'[orchestrator.algo]\ntype = "opd"\n{TEACHER}',
         {
-            "orchestrator.teacher.base_url": "http://h:1",
+            "orchestrator.teacher.base_url": "http://h:1/v1",
             "orchestrator.teacher.model": "t",
             "orchestrator.teacher.reward_weight": 0,
         },
+    ),
+    (
+        SOURCE.replace('"a"', f'"a"\nalgo = {{ type = "sft", {TEACHER.replace("teacher", "sampling.source")} }}'),
+        {
+            "orchestrator.env.0.teacher.samples": True,
+            "orchestrator.env.0.teacher.base_url": "http://h:1/v1",
+            "orchestrator.env.0.teacher.model": "t",
+        },
+    ),
+    ('[orchestrator.algo]\ntype = "echo"', {"orchestrator.echo.tool": 0.1, "orchestrator.echo.user": 0.0}),
+    (
+        '[orchestrator.algo]\ntype = "echo"\nroles = { user = { alpha = 0.5 }, system = {} }',
+        {"orchestrator.echo.user": 0.5, "orchestrator.echo.system": 0.1, "orchestrator.echo.tool": 0.0},
+    ),
+    (
+        '[orchestrator.algo]\ntype = "opsd"\ndemo_key = "x"\ntemplate = "{demonstration}!"',
+        {"orchestrator.teacher.demonstration": "x", "orchestrator.teacher.template": "{demonstration}!"},
     ),
     (
         "[[orchestrator.pre_batch_filters]]\ntype = 'zero_advantage'\nenforce = true",
@@ -148,6 +165,14 @@ RL: list[tuple[str, dict[str, Any]]] = [
     ),
     ("[trainer.scheduler]\ntype = 'linear'", {"trainer.scheduler.type": "linear"}),
     (
+        "[deployment]\n[trainer.scheduler]\ntype = 'linear'",
+        {"trainer.scheduler.type": "wsd", "trainer.scheduler.decay_steps": 10, "trainer.scheduler.warmup_steps": 10},
+    ),
+    (
+        "[ckpt]\n[trainer.scheduler]\ntype = 'linear'\ndecay_steps = 0",
+        {"trainer.scheduler.type": "constant", "trainer.scheduler.decay_steps": None},
+    ),
+    (
         "[trainer.loss]\ntype = 'icepop'\nratio_low = 0.3",
         {"trainer.loss.type": "importance", "trainer.loss.ratio_high": 5.0},
     ),
@@ -163,6 +188,13 @@ RL: list[tuple[str, dict[str, Any]]] = [
 def test_file_means_the_same_here(text, ours):
     config, _ = load(text)
     assert {key: value_at(config, key) for key in ours} == ours
+
+
+@pytest.mark.parametrize(("keys", "is_said"), [("", True), ("eps = 0.1", False), ("ipo_threshold = 0.1", False)])
+def test_ipo_without_a_threshold_says_whose_default_it_takes(keys, is_said):
+    _, invocation = load(f"[trainer.loss]\ntype = 'ipo'\n{keys}")
+    said = " ".join(str(line) for line in invocation.lines)
+    assert ("2026-09-18" in said, "eps 0.3" in said) == (is_said, is_said)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +250,8 @@ def test_thinking_is_retained_if_the_configured_template_keeps_it(template, flag
 @pytest.mark.parametrize(
     ("text", "key", "nearest"),
     [
-        ('[orchestrator.algo]\ntype = "echo"', "orchestrator.algo", "grpo"),
-        ('[orchestrator.algo]\ntype = "opsd"', "orchestrator.algo", "orchestrator.teacher"),
-        ('[orchestrator.algo]\ntype = "sft"', "orchestrator.algo", "trireme eval run"),
+        ('[orchestrator.algo]\ntype = "echo"\nfilter.import_path = "m.f"', "orchestrator.algo", "alpha"),
+        ('[orchestrator.algo]\ntype = "sft"', "orchestrator.algo", "sampling.source"),
         (
             "[orchestrator.renderer]\nthinking_retention = 'all'",
             "orchestrator.renderer.thinking_retention",
@@ -233,7 +264,6 @@ def test_thinking_is_retained_if_the_configured_template_keeps_it(template, flag
         ("trainer.max_concurrent_runs = 2", "trainer.max_concurrent_runs", "Start one for each"),
         ("orchestrator.client.base_url = ['http://h:1/v1']", "orchestrator.client.base_url", "hosts.inference"),
         ("ckpt.output_dir = 'x'", "ckpt.output_dir", "output_dir"),
-        ("orchestrator.training_mode = 'sft'", "orchestrator.training_mode", "sft"),
         ("[[orchestrator.post_batch_filters]]\ntype = 'odd'", "orchestrator.post_batch_filters", "repetition"),
         ("orchestrator.buffer.easy_fraction = 0.1", "orchestrator.buffer.easy_fraction", "easy_weight"),
     ],
@@ -393,6 +423,18 @@ def test_evaluation_file_names_its_server():
     config, _ = load(f'{text}[[eval.source]]\n[eval.source.env.taskset]\nid = "t"', root=EvalConfig)
     assert (config.model.name, config.client.base_url, config.max_concurrent) == ("m", "http://h/v1", 3)
     assert config.env[0].id == "t"
+
+
+@pytest.mark.parametrize("root", [RunConfig, EvalConfig])
+def test_source_of_an_evaluation_keeps_its_own_temperature(root):
+    text = "group_size = 4\n{}[TABLE.env.taskset]\nid = 't'\n"
+    warm = text.format("[TABLE.sampling]\ntemperature = 0.7\n")
+    table = "orchestrator.eval.source" if root is RunConfig else "eval.source"
+    config, _ = load(
+        f"[[TABLE]]\n{warm}[[TABLE]]\n{text.format('')}".replace("TABLE", table).replace("= 4", "= 3", 1), root=root
+    )
+    envs = config.orchestrator.eval.env if root is RunConfig else config.env
+    assert [(each.rollouts_per_example, each.sampling.temperature) for each in envs] == [(3, 0.7), (4, 1.0)]
 
 
 @pytest.mark.parametrize(
