@@ -55,10 +55,9 @@ def set_algorithm(above: str) -> Rule:
                 raise Refused(
                     "expected no `filter`: nothing narrows the roles here. Remove it, or lower their `alpha`."
                 )
-            roles = algo.get("roles") or {"tool": {}}
-            settings |= {
-                f"{above}.echo.{role}": each.get("alpha", 0.1) for role, each in roles.items() if not is_off(each)
-            }
+            kind, roles = "grpo", algo.get("roles") or {"tool": {}}
+            given = {role: each.get("alpha", 0.1) for role, each in roles.items() if not is_off(each)}
+            settings |= {f"{above}.echo.{role}": weight for role, weight in given.items()}
         if kind in ADVANTAGES:
             settings[f"{above}.advantage.type"] = ADVANTAGES[kind]
             for key in ("decay", "episode_agents"):
@@ -71,7 +70,7 @@ def set_algorithm(above: str) -> Rule:
         elif kind == "opd":
             settings |= _distil(f"{above}.teacher", algo.get("teacher"))
         else:
-            raise Refused(f"expected one of {', '.join(ADVANTAGES)}, opd, opsd, sft. Take one of these.")
+            raise Refused(f"expected one of {', '.join(ADVANTAGES)}, echo, opd, opsd, sft. Take one of these.")
 
         if source != "policy":
             raise Refused(
@@ -87,13 +86,7 @@ def set_algorithm(above: str) -> Rule:
     return rule
 
 
-ADVANTAGES = {
-    "grpo": "group_mean",
-    "echo": "group_mean",
-    "max_rl": "max_rl",
-    "rae": "rae",
-    "hierarchical_grpo": "hierarchical_grpo",
-}
+ADVANTAGES = {"grpo": "group_mean", "max_rl": "max_rl", "rae": "rae", "hierarchical_grpo": "hierarchical_grpo"}
 """Algorithms that differ in the advantage alone, and ours."""
 
 
