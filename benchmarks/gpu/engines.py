@@ -135,7 +135,7 @@ async def generate(count: int, num_tokens: int) -> float:
         msgspec.json.encode({"token_ids": [*range(5, 25), 30 + i], "sampling_params": sampling}) for i in range(count)
     ]
     (url,) = shared_config().engine_urls
-    async with open_engine_session([url], timeout_s=RUN_S) as session:
+    async with open_engine_session(timeout_s=RUN_S) as session:
         asked, began = Engine(url, session), time.perf_counter()
         answers = await asyncio.gather(*(asked.request("inference/v1/generate", body) for body in bodies))
         seconds = time.perf_counter() - began

@@ -101,7 +101,8 @@ class InstantEngine(FakeEngine):
             "sampling_mask": None,
             "weight_versions": [{"version": str(self.version), "start": 0, "end": len(ids)}],
         }
-        return {"request_id": "0123456789abcdef" * 2, "choices": [choice], "prompt_logprobs": None, "metrics": None}
+        usage = {"prompt_tokens_details": {"cached_tokens": 0}}
+        return {"request_id": "0123456789abcdef" * 2, "choices": [choice], "usage": usage, "prefill_s": 0.001}
 
     def _probed(self, ids: list[int]) -> dict[str, Any]:
         entries: list[dict | None] = [None]

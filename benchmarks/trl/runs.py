@@ -54,6 +54,7 @@ micro_batch_tokens = 4096
 [trainer.optim]
 lr = {lr}
 betas = [0.9, 0.95]
+weight_decay = 0.0
 
 [trainer.loss]
 type = "ppo"

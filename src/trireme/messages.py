@@ -5,6 +5,7 @@
     trainer -> orchestrator -> engines     PolicyReady, Go, PolicySent, Live; Again if an attempt failed
     orchestrator or `eval` -> engine       InitInfo, UpdateInfo: bodies of vLLM's weight-transfer routes, as JSON
     trainer -> orchestrator                Heartbeat, Done
+    joining engine -> orchestrator         GetTerms, Terms; Join, Joined; then Beat each second, and Leave
 
 The trainer always asks and the orchestrator always answers, within a second, if only with `NotYet`. Every request
 can be sent again after a crash or a lost reply: the answer is the same. Versions count optimizer steps: version 0 is
@@ -412,8 +413,68 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-Request = GetNewest | GetBatch | PolicyReady | PolicySent | Heartbeat | Done
-Reply = Newest | BatchReply | Publish | Go | Again | Live | Ok | NotYet | Refusal
+# Requests of an engine that joins a running run (`inference --join`), and the answers. None of them names the run: an
+# engine knows it by its address alone.
+
+
+class GetTerms(msgspec.Struct, frozen=True, tag=True):
+    """An engine that would join asks what the run expects of it."""
+
+
+class Terms(msgspec.Struct, frozen=True, tag=True):
+    """The run, and a ticket with which one engine may join it."""
+
+    run: str  # the tables of the run's configuration that an engine reads, as JSON
+    ticket: Name
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """An engine registers, before it loads its model. Sent again it changes nothing until its first `Beat`; from then
+    on the ticket is spent, and a copy of this message is refused.
+
+    Example:
+        Join("9f3c…", "http://10.0.0.21:8000", {"vllm": "0.32.0", "inference.model.dtype": '"bfloat16"'})
+    """
+
+    ticket: Name
+    url: Annotated[str, Meta(pattern=r"^http://[A-Za-z0-9.-]{1,253}:[0-9]{1,5}\Z")]  # where its server will listen
+    facts: Annotated[
+        dict[Name, Words], Meta(max_length=64)
+    ]  # what engines of a run share, see `config/engine_facts.py`
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """The engine is a member, in quarantine until it has confirmed the newest version."""
+
+    member: Count  # its number, which no other engine of the run ever gets
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A member's process lives. Answered with `Ok`; `Again` if it is no member any more, and may join anew; `Dismissed`
+    if it may not."""
+
+    member: Count
+    ticket: Name
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """A member would end. It gets no new requests, and `NotYet` until those under way are answered; then `Ok`."""
+
+    member: Count
+    ticket: Name
+    at_once: bool  # its requests under way are sent to other engines instead
+
+
+class Dismissed(msgspec.Struct, frozen=True, tag=True):
+    """A member is to end: the run is over, or has sent it away."""
+
+    reason: str
+    is_over: bool
+
+
+Membership = GetTerms | Join | Beat | Leave
+Request = GetNewest | GetBatch | PolicyReady | PolicySent | Heartbeat | Done | Membership
+Reply = Newest | BatchReply | Publish | Go | Again | Live | Ok | NotYet | Refusal | Terms | Joined | Dismissed
 
 
 # Encoding.

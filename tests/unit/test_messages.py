@@ -46,6 +46,10 @@ REQUESTS: list[Request] = [
     wire.PolicySent(**SENT, digests={"model.norm.weight": "00ff"}, probe=PROBE, payload={"folder": "broadcast/3"}),
     wire.Heartbeat(run_id="run", process="trainer", state="running", version=7, waits=["trainer waits 3 s for …"]),
     wire.Done(run_id="run", version=20),
+    wire.GetTerms(),
+    wire.Join(ticket="9f3c", url="http://10.0.0.21:8000", facts={"vllm": "0.32.0"}),
+    wire.Beat(member=3, ticket="9f3c"),
+    wire.Leave(member=3, ticket="9f3c", at_once=False),
 ]
 REPLIES: list[Reply] = [
     wire.Newest(version=7, digests={"model.norm.weight": "00ff"}),
@@ -65,6 +69,9 @@ REPLIES: list[Reply] = [
     wire.Ok(),
     wire.NotYet(note="3 of 8 groups missing", busy=True),
     wire.Refusal(error="another run"),
+    wire.Terms(run="{}", ticket="9f3c"),
+    wire.Joined(member=3),
+    wire.Dismissed(reason="the run is over", is_over=True),
 ]
 
 

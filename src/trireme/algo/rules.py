@@ -27,7 +27,7 @@ class Rules(msgspec.Struct, frozen=True):
     seed: int
     shuffle: bool
     weights: dict[str, float]  # per environment
-    batch_size: int  # rollouts
+    batch_size: int | None  # rollouts; None if tokens are counted
     group_size: int  # rollouts
     max_attempts: int
     max_async_level: int
@@ -38,8 +38,10 @@ class Rules(msgspec.Struct, frozen=True):
     pools: DifficultyPools | None = None
     curriculum: tuple[Stage, ...] = ()
     # Keys that decide which groups are put into a batch.
+    token_batch_size: int | None = None
     needs_signal: bool = False  # groups must have rewards that are not all the same
     least_variance: float = 0.0  # least variance of the rewards
+    advantage_range: tuple[float, float] | None = None  # groups whose advantages are all within it are dropped
     filters: Filters | None = None  # None in journals that hold neither flaws nor outcomes
     # Keys of advantages.
     decay: float = 0.9  # decay of the running mean of `ema`
@@ -98,6 +100,7 @@ def _rules_of(config: RunConfig) -> Rules:
         shuffle=buffer.shuffle,
         weights={entry.resolved_name: entry.weight for entry in orchestrator.env},
         batch_size=orchestrator.batch_size,
+        token_batch_size=orchestrator.token_batch_size,
         group_size=orchestrator.rollouts_per_example,
         max_attempts=orchestrator.max_rollout_attempts,
         max_async_level=config.max_async_level,
@@ -108,6 +111,7 @@ def _rules_of(config: RunConfig) -> Rules:
         curriculum=orchestrator.curriculum,
         needs_signal=buffer.online_difficulty_filtering,
         least_variance=buffer.difficulty_threshold if buffer.use_difficulty_filtering else 0.0,
+        advantage_range=buffer.advantage_range,
         filters=orchestrator.filters,
         decay=DECAYS.get(advantage.type, 0.9) if advantage.decay is None else advantage.decay,
         advantage_path=advantage.path,

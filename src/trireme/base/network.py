@@ -90,15 +90,17 @@ def url_of(host: str, port: int, *, known: str = "") -> str:
 
 def own_address(host: str, *, peer: str) -> str:
     """Return the address under which this machine, known as `host`, connects to `peer`."""
-    if is_here(host):
-        return numeric(host)
+    return numeric(host) if is_here(host) else address_towards(peer) or host
 
+
+def address_towards(peer: str) -> str | None:
+    """Return this machine's address on the way to another one; None without a route."""
     # Connecting a UDP socket sends nothing: the kernel only chooses the route, and with it the address.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((peer, 9))
         except OSError:
-            return host
+            return None
         address: str = probe.getsockname()[0]
         return address
 
@@ -117,10 +119,11 @@ def interface_of(address: str) -> str | None:
 
 
 def watched_socket(info: Any) -> socket.socket:
-    """Create a socket with keep-alive. For aiohttp's `socket_factory`."""
-    family, kind, protocol, *_ = info
+    """Create a socket with keep-alive, unless its other end is here too. For aiohttp's `socket_factory`."""
+    family, kind, protocol, _, address = info
     made = socket.socket(family, kind, protocol)
-    _watch(made)
+    if not is_loopback(address[0]):
+        _watch(made)
     return made
 
 

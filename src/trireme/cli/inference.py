@@ -1,4 +1,4 @@
-"""`inference`: serve the policy with vLLM. Started by `rl`, or alone."""
+"""`inference`: serve the policy with vLLM. Started by `rl`, or alone, or to join a running run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ def main() -> None:
     run_command("inference", inference)
 
 
-def inference(argv: list[str]) -> None:
+def inference(argv: list[str]) -> int | None:
+    if any(word.partition("=")[0] == "--join" for word in argv):
+        from trireme.launch.joined_engine import join
+
+        return join(argv)
+
     config, _ = open_process("inference", argv)
     start_logging("inference", config.log_level)
 
@@ -24,6 +29,7 @@ def inference(argv: list[str]) -> None:
     from trireme.inference.server import serve
 
     serve(config)
+    return 0
 
 
 if __name__ == "__main__":

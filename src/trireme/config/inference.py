@@ -79,6 +79,8 @@ class InferenceConfig(Section):
     """More arguments of vLLM's server, by its own names. A list is several values, a table JSON, false `--no-NAME`."""
     start_timeout_s: PositiveFloat = 900.0
     """Longest time that the engine may take to start."""
+    drain_timeout_s: PositiveFloat = 20.0
+    """Longest time that an engine which joined finishes requests after SIGTERM; then other engines get them."""
     env_vars: EnvVars = {}
     """Environment variables of the engine, over the run's `env_vars`."""
 

@@ -65,6 +65,8 @@ class Invocation(Section):
     """Print the configuration in our own keys, with a comment on what became of each key; start nothing."""
     node: int | None = None
     """Number of this machine's address in its table of `[hosts]`, counted from 0; found by the addresses if not set."""
+    join: str | None = None
+    """`inference` alone: join the running run whose orchestrator is at this address, with `ports.batches` as port."""
 
     _lines: tuple[Line, ...] = PrivateAttr(default=())
 
@@ -86,7 +88,7 @@ class Invocation(Section):
 
 
 def load_run_config(
-    argv: list[str], *, section: ProcessName | None = None, program: str
+    argv: list[str], *, section: ProcessName | None = None, program: str, beneath: dict[str, Any] | None = None
 ) -> tuple[RunConfig, Invocation]:
     """Return the run as typed. Nothing is derived yet: see `trireme.config.resolve`.
 
@@ -94,14 +96,20 @@ def load_run_config(
         argv: the words after the program's name.
         section: for a process's own command, whose files and flags may leave its table's name out.
         program: its name, for `--help`.
+        beneath: values under all others, of a run that an engine joins.
 
     Raises: ConfigError with all problems together; SystemExit(0) after `--help` and `--print-config`.
     """
-    return load_config(argv, RunConfig, section=section, program=program)
+    return load_config(argv, RunConfig, section=section, program=program, beneath=beneath)
 
 
 def load_config(
-    argv: list[str], root: type[AnySection], *, section: ProcessName | None = None, program: str
+    argv: list[str],
+    root: type[AnySection],
+    *,
+    section: ProcessName | None = None,
+    program: str,
+    beneath: dict[str, Any] | None = None,
 ) -> tuple[AnySection, Invocation]:
     if any(word in HELP for word in argv):
         print(help_text(root, Invocation, section=section, program=program))
@@ -123,7 +131,14 @@ def load_config(
             )
         return read_run(root, invocation.run), invocation
 
+    if invocation.join is not None and section != "inference":
+        raise ConfigError(
+            f"`{program} --join` - expected it of `inference` alone, whose engine joins a run. Leave `--join` out."
+        )
+
     reading = _Reading(root, section)
+    if beneath:
+        reading.take_table(beneath, Source("the run"))
     reading.take_environment()
     reading.take_all(others)
     config = reading.validate()

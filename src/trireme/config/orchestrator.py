@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from trireme.config.losses import Loss
 from trireme.config.sampling import Sampling
-from trireme.config.section import EnvVars, Section, merged
+from trireme.config.section import NONE, EnvVars, Section, merged
 
 
 class Agent(Section):
@@ -127,6 +127,8 @@ class Buffer(Section):
     """Drop groups whose rewards vary less than `difficulty_threshold` and refill the batch."""
     difficulty_threshold: Annotated[float, Field(ge=0)] = 0.0
     """Least variance of the rewards within a group, with `use_difficulty_filtering`."""
+    advantage_range: tuple[float, float] | None = None
+    """Drop groups whose tokens all have advantages within this range, as `[-0.05, 0.05]`, and refill the batch."""
     pools: DifficultyPools | None = None
     """Difficulty pools; every example comes equally often if not set."""
     shuffle: bool = True
@@ -296,19 +298,24 @@ SOURCE_TABLES = ("sampling", "buffer", "filters", "length_penalty", "advantage",
 """Tables of `[orchestrator]` that a source may have too. Its `loss` goes over `[trainer.loss]`."""
 
 
-class EvaluatedEnvironment(Environment):
+class MeasuredEnvironment(Environment):
+    """An environment of any evaluation. Its keys go over those of the table around it."""
+
+    rollouts_per_example: PositiveInt = 1
+    """Completions of each of its examples; as that of all its environments if not set."""
+    num_examples: PositiveInt | None = None
+    """Its first examples, all with `none`; as that of all its environments if not set."""
+    sampling: Sampling | None = None
+
+
+class EvaluatedEnvironment(MeasuredEnvironment):
     """`[[orchestrator.eval.env]]`: an environment to evaluate. Its keys go over those of `[orchestrator.eval]`."""
 
     interval: PositiveInt | None = None
     """Evaluate it every this many versions, with `none` only first and last; as `orchestrator.eval.interval` if not
     set."""
-    rollouts_per_example: PositiveInt = 1
-    """Completions of each of its examples; as `orchestrator.eval.rollouts_per_example` if not set."""
-    num_examples: PositiveInt | None = None
-    """Its first examples, all with `none`; as `orchestrator.eval.num_examples` if not set."""
     eval_base: bool = True
     """Evaluate version 0 too; as `orchestrator.eval.eval_base` if not set."""
-    sampling: Sampling | None = None
 
 
 EVALUATION_KEYS = ("interval", "rollouts_per_example", "num_examples", "eval_base")
@@ -359,8 +366,11 @@ class StatusServer(Section):
 class OrchestratorConfig(Section):
     """`[orchestrator]`."""
 
-    batch_size: PositiveInt = 128
+    batch_size: PositiveInt | None = 128
     """Rollouts per training step. Sources with groups of different sizes fill it with whole groups until there are at
+    least as many."""
+    token_batch_size: PositiveInt | None = None
+    """Tokens per training step, prompts included, instead of `batch_size`: whole groups fill it until there are at
     least as many."""
     rollouts_per_example: PositiveInt = 16
     """Rollouts per example (the group); must divide `batch_size` if all sources have groups of one size."""
@@ -389,6 +399,8 @@ class OrchestratorConfig(Section):
     engine_timeout_s: PositiveFloat = 600.0
     """Longest time that an engine may take to answer one request. A model turn may take as long as any
     `rollout_timeout_s`."""
+    join_timeout_s: PositiveFloat = 3600.0
+    """Longest time that a run without engines in `hosts.inference` waits for one to join."""
     trainer_timeout_s: PositiveFloat = 3600.0
     """Longest time that the orchestrator waits for the trainer; evaluations and full disks do not count."""
     env_vars: EnvVars = {}
@@ -416,6 +428,25 @@ class OrchestratorConfig(Section):
     def all_environments(self) -> tuple[Environment, ...]:
         """The environments of training, then those of evaluation."""
         return (*self.env, *(self.eval.env if self.eval else ()))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_size(cls, values: Any) -> Any:
+        is_in_tokens = isinstance(values, dict) and values.get("token_batch_size", NONE) not in (None, NONE)
+        return {"batch_size": None, **values} if is_in_tokens else values
+
+    @property
+    def batch_in_words(self) -> str:
+        """
+        Example:
+            "128 rollouts", "65,536 tokens"
+        """
+        return f"{self.token_batch_size:,} tokens" if self.token_batch_size else f"{self.batch_size:,} rollouts"
+
+    def num_rollouts(self, length: float) -> int:
+        """Return the rollouts of a batch, if each has `length` tokens."""
+        assert self.batch_size or self.token_batch_size, "rules ask for one of the two"
+        return self.batch_size or math.ceil((self.token_batch_size or 0) / length)
 
     @property
     def request_timeout_s(self) -> float:

@@ -221,6 +221,8 @@ def _gpu_ids(config: RunConfig, devices: Devices, section: ProcessName | None) -
     if config.device == "cpu":
         return {"inference_gpu_ids": (), "trainer_gpu_ids": (), "inference_gpus": None, "trainer_gpus": None}
     engines, trainer, visible = config.inference_gpu_ids, config.trainer_gpu_ids, devices.num_gpus
+    if not config.hosts.inference:  # engines join on GPUs of their own
+        engines = engines or ()
 
     # A process that knows itself alone takes all GPUs that it sees, or as many as it was given.
     if section is not None:

@@ -37,8 +37,8 @@ RUN: dict[When, str] = {
         env_vars.* trainer.env_vars.* orchestrator.env_vars.* inference.env_vars.*
         trainer.ckpt.* trainer.optim.cpu_offload trainer.trace_path trainer.memory_profiler_path
         trainer.batch_timeout_s trainer.save_logprobs trainer.try_step trainer.model.trust_remote_code
-        inference.server.* inference.start_timeout_s
-        orchestrator.server.* orchestrator.engine_timeout_s orchestrator.trainer_timeout_s
+        inference.server.* inference.start_timeout_s inference.drain_timeout_s
+        orchestrator.server.* orchestrator.engine_timeout_s orchestrator.join_timeout_s orchestrator.trainer_timeout_s
     """,
     "step": """
         max_steps seq_len trainer.micro_batch_tokens trainer.num_iterations trainer.scheduler.*
@@ -59,7 +59,8 @@ RUN: dict[When, str] = {
         inference.model.max_model_len inference.model.enforce_eager inference.model.enable_auto_tool_choice
         inference.model.tool_call_parser inference.model.reasoning_parser inference.model.trust_remote_code
         inference.parallel.* inference.cpu.* inference.gpu_memory_utilization inference.max_num_seqs inference.args.*
-        orchestrator.batch_size orchestrator.rollouts_per_example orchestrator.oversampling_factor
+        orchestrator.batch_size orchestrator.token_batch_size orchestrator.rollouts_per_example
+        orchestrator.oversampling_factor
         orchestrator.max_off_policy_steps orchestrator.trajectory_strategy orchestrator.max_concurrent
         orchestrator.max_rollout_attempts orchestrator.sampling.* orchestrator.env.* orchestrator.buffer.*
         orchestrator.curriculum.* orchestrator.filters.* orchestrator.length_penalty.* orchestrator.advantage.*

@@ -86,7 +86,8 @@ class Hosts(Section):
     """
 
     inference: tuple[str, ...] = ("127.0.0.1",)
-    """One vLLM server on each; `host:port` where it listens on another port than `inference.server.port`."""
+    """One vLLM server on each; `host:port` where it listens on another port than `inference.server.port`. With none
+    the run waits for engines that join it."""
     orchestrator: str = "127.0.0.1"
     """Machine of the orchestrator."""
     trainer: tuple[str, ...] = ("127.0.0.1",)
@@ -252,12 +253,13 @@ class RunConfig(AnyRun):
 
     @property
     def num_groups(self) -> int:
-        """Groups per batch; where sources have groups of different sizes, how many there are on average."""
+        """Groups per batch; where sources have groups of different sizes, how many there are on average, and where
+        tokens fill it, how many of the longest rollouts do."""
         orchestrator, sources = self.orchestrator, self.orchestrator.sources
         weights = {each.resolved_name: each.weight for each in orchestrator.env} or {"": 1.0}
         sizes = {name: sources.get(name, orchestrator).rollouts_per_example for name in weights}
         mean = sum(weights[name] * size for name, size in sizes.items()) / sum(weights.values())
-        return max(1, round(orchestrator.batch_size / mean))
+        return max(1, round(orchestrator.num_rollouts(self.seq_len) / mean))
 
     @property
     def loss_length(self) -> int:
@@ -335,6 +337,11 @@ def find_node(table: str, addresses: tuple[str, ...], flag: int | None) -> int:
 
     Raises: ConfigError if none of them decides it.
     """
+    if not addresses:
+        raise ConfigError(
+            f"`{table}` names no machine, so engines join this run - expected the address of its orchestrator. Add "
+            "`--join ADDRESS`."
+        )
     given = os.environ.get(NODE, "") if flag is None else str(flag)
     if given and not (given.isdigit() and int(given) < len(addresses)):
         raise ConfigError(

@@ -41,7 +41,7 @@ class SftConfig(Training, AnyRun):
     """Folder that runs are written to."""
     data: str | None = None
     """Conversations, in one of the forms of `docs/sft.md`: a .jsonl, .json or .parquet file, a folder of such, a .py
-    file whose `conversations()` returns some, or a data set's name on a hub (`owner/name`)."""
+    file whose `conversations()` returns some, or a data set's name on a hub (`owner/name`). `fake` is random tokens."""
     subset: str | None = None
     """Configuration of a data set on a hub, where it has several."""
     split: str = "train"
@@ -101,6 +101,8 @@ def _is_due(evaluation: Evaluation, step: int, last: int | None) -> bool:
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".py")
 FOLDER_SUFFIXES = (".jsonl", ".json", ".parquet")
+FAKE, FAKE_OF_ANY_LENGTH = "fake", "fake-of-any-length"
+"""Data that are made up, to try speed and memory: samples of random tokens, as long as `seq_len` or shorter."""
 
 
 def is_on_a_hub(data: str) -> bool:
@@ -126,7 +128,8 @@ def sft_problems(config: SftConfig) -> Iterator[str]:
     # Names on a hub are checked when they are read, files now.
     named = [("data", config.data), *((f"source[{i}].data", source.data) for i, source in enumerate(config.source))]
     for key, data in (*named, ("validation", config.validation)):
-        if data is not None and not is_on_a_hub(data):
+        is_made_up = data in (FAKE, FAKE_OF_ANY_LENGTH) and key != "validation"
+        if data is not None and not is_made_up and not is_on_a_hub(data):
             yield from _check_files(key, Path(data))
 
     if config.chat_template and not config.chat_template.is_file():

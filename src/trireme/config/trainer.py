@@ -32,7 +32,7 @@ class Lora(Section):
 
     rank: PositiveInt = 16
     """Rank of the adapters; 16-64 is typical."""
-    alpha: PositiveFloat = 16.0
+    alpha: PositiveFloat = 32.0
     """Scale of the adapters: they are multiplied by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout in front of the adapters."""
@@ -152,8 +152,8 @@ class Optimizer(Section):
     `lr`, whatever `max_norm` is."""
     lr: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate; 0 trains nothing; 1e-6 to 1e-5 for whole models, ten times that for adapters."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Weight decay, decoupled from the gradient (not with `sgd`); 0 is common for RL."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decay of matrices, decoupled from the gradient (not with `sgd`). Float32 rounds it away below 3e-8 / `lr`."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of AdamW's two moments."""
     eps: PositiveFloat = 1e-8

@@ -21,9 +21,10 @@ from trireme.config.section import Section, as_key, find
 
 KeyPath = tuple[str, ...]  # the parts of a key's path, from the root; items of an array are numbers
 Settings = dict[str, Any]  # our dotted key -> value
-Rule = Callable[[Any, dict[str, Any]], Settings | str]
-"""A function of a key's value and of all that was given in their keys. It returns our keys with their values, or why
-the key has no effect, and raises `Refused` for a value that has no counterpart."""
+Answer = Settings | tuple[Settings, str] | str
+Rule = Callable[[Any, dict[str, Any]], Answer]
+"""A function of a key's value and of all that was given in their keys. It returns our keys with their values (and a
+note of its own), or why the key has no effect, and raises `Refused` for a value that has no counterpart."""
 
 _MOST_SHOWN = 60  # characters of a value in a line
 _MOST_NAMES = 5  # times that tables around a key are renamed
@@ -426,9 +427,10 @@ class _Walk:
         if isinstance(made, str):
             self._set(theirs, {}, made)
             return
+        made, note = made if isinstance(made, tuple) else (made, row.note)
         depth = len(_parts(row.theirs))
         settings = {_filled(key, found.path, depth, found.wild, rest=False): each for key, each in made.items()}
-        self._set(theirs, settings, row.note)
+        self._set(theirs, settings, note)
 
     def _set(self, theirs: KeyPath, ours: dict[KeyPath, Any], note: str) -> None:
         if self.root is not None and find(self.root, ("trainer",)) is None:  # `sft` has the trainer's keys at its top

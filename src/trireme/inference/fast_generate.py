@@ -21,12 +21,13 @@ from typing import Any
 
 import msgspec
 from vllm.inputs import tokens_input
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from trireme.transport.bearer import App, ClientDisconnected, Message, Receive, Send, answer, read_body, replay
 
 PATH = "/inference/v1/generate"
+CORE = b"x-data-parallel-rank"  # the header that names the engine core, of those of data-parallel replicas
 
 PLAIN = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -71,17 +72,19 @@ class FastGenerate:
             return
         with suppress(ClientDisconnected):
             body = await read_body(receive)
-            response = await self._respond(scope["app"].state, body, receive)
+            response = await self._respond(scope, body, receive)
             if response is None:
                 await self._app(scope, replay(body, receive), send)
             else:
                 await answer(scope, receive, send, 200, response, (b"content-type", b"application/json"))
 
-    async def _respond(self, state: Any, body: bytes, receive: Receive) -> bytes | None:
+    async def _respond(self, scope: Message, body: bytes, receive: Receive) -> bytes | None:
         """Return the response, or None if vLLM's own route has to give it."""
+        state = scope["app"].state
         try:
             asked = _read(body)
             params = _params(bytes(asked.sampling_params))
+            core = next((int(value) for name, value in scope["headers"] if name == CORE), None)
             adapter = None if asked.model is None else state.openai_serving_models.lora_requests[asked.model]
         except (msgspec.DecodeError, KeyError, TypeError, ValueError):
             return None
@@ -92,7 +95,9 @@ class FastGenerate:
         # The client may leave at any time. Its request must not keep a slot of the engine.
         request_id = f"generate-tokens-{uuid.uuid4().hex}"
         prompt = tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
-        outputs = state.engine_client.generate(prompt, params, request_id, lora_request=adapter)
+        outputs = state.engine_client.generate(
+            prompt, params, request_id, lora_request=adapter, data_parallel_rank=core
+        )
         with _cancel_on_disconnect(receive):
             try:
                 async with self._gathering.turn(), aclosing(outputs):
@@ -102,7 +107,7 @@ class FastGenerate:
                 return None
 
         (choice,) = final.outputs
-        return None if choice.finish_reason == "error" else _encode(_response(request_id, choice))
+        return None if choice.finish_reason == "error" else _encode(_response(request_id, final, choice))
 
 
 class Gathering:
@@ -148,8 +153,9 @@ class Gathering:
 
 
 def _is_plain(scope: Message) -> bool:
-    """Return whether the request has no headers from which vLLM reads ranks, sessions or traces."""
-    return scope["method"] == "POST" and not any(name.startswith((b"x-", b"trace")) for name, _ in scope["headers"])
+    """Return whether the request has no headers from which vLLM reads sessions or traces."""
+    others = (name for name, _ in scope["headers"] if name != CORE)
+    return scope["method"] == "POST" and not any(name.startswith((b"x-", b"trace")) for name in others)
 
 
 @lru_cache(KNOWN_ARGUMENTS)
@@ -165,8 +171,11 @@ def _params(arguments: bytes) -> SamplingParams | None:
     )
 
 
-def _response(request_id: str, choice: CompletionOutput) -> dict[str, Any]:
-    """Return vLLM's response without usage and the name of the model, which no client of ours reads."""
+def _response(request_id: str, final: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
+    """Return vLLM's response without the name of the model and counts that no client of ours reads.
+
+    `prefill_s` is ours: the seconds from the request's start in the engine to its first token.
+    """
     ids = list(choice.token_ids)
     assert choice.logprobs is not None
     logprobs: list[float] = choice.logprobs.logprobs  # flat: one per token
@@ -176,9 +185,13 @@ def _response(request_id: str, choice: CompletionOutput) -> dict[str, Any]:
     content = [{"token_id": token, "logprob": logprob} for token, logprob in zip(ids, finite, strict=True)]
 
     spans = choice.weight_versions
+    times = final.metrics  # None with --disable-log-stats
+    prefill_s = max(0.0, times.first_token_ts - times.scheduled_ts) if times and times.scheduled_ts else None
 
     return {
         "request_id": request_id,
+        "usage": {"prompt_tokens_details": {"cached_tokens": final.num_cached_tokens or 0}},
+        "prefill_s": prefill_s,
         "choices": [
             {
                 "index": choice.index,

@@ -140,6 +140,7 @@ def server_arguments(config: RunConfig) -> list[str]:
         "worker-extension-cls": "trireme.inference.weight_engine.WorkerExtension",
         "logprobs-mode": "processed_logprobs",  # logprobs under the distribution that was sampled from
         "enable-scale-out": True,  # /inference/v1/generate
+        "enable-prompt-tokens-details": True,  # how much of a prompt was in the prefix cache
         "disable-uvicorn-access-log": True,
         "trust-remote-code": model.trust_remote_code,
         "max-logprobs": config.max_logprobs,  # they tell what a cut sampler could choose from

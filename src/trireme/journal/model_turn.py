@@ -70,6 +70,7 @@ class Turn(msgspec.Struct, omit_defaults=True):
     message: Message = {}  # the message that environments and programs are shown
     prompt: str = ""  # `prompt_digest`
     routes_shape: tuple[int, ...] = ()  # shape of `routes`, which are flat on disk
+    num_computed: int | None = None  # tokens that the engine computed for it, prompt included; None if it did not say
 
     @property
     def spoken(self) -> list[int]:

@@ -81,6 +81,7 @@ class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):
     rewritten: int = 0  # turns that begin a sample because the chat template rewrote earlier ones
     num_sampled: int | None = None  # tokens of the model; None if nothing counts them
     num_tokens: int | None = None  # tokens of the longest sample, or of the whole conversation
+    num_computed: int | None = None  # tokens that engines computed for its turns; None if one did not say
     flaws: list[str] = []  # flaws that the filters found: truncated, repetition, gibberish, zero_advantage
     masked: str | None = None  # the flaw for which none of its tokens is trained on; its reward counts in its group
     token_rewards: list[np.ndarray] = []  # per sample [T] float32, NaN for tokens without one; empty: none at all
@@ -142,6 +143,7 @@ class State(msgspec.Struct):
     baselines: dict[str, float] = {}  # per environment (and agent): the running mean reward of the `ema` advantage
     stage: int = 0  # stage of the curriculum, from 0
     stage_reward: float | None = None  # mean reward of that stage so far, smoothed
+    tokens_per_rollout: float = 0.0  # mean of the batch, if its size is in tokens: it says how many fill the next one
 
 
 class BatchRecord(msgspec.Struct):

@@ -8,7 +8,7 @@ and the teacher's signal per token, clip the sum (`clip`). The mathematics is in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -177,6 +177,11 @@ def num_sampled(samples: list[Tokens]) -> int:
     return sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples)
 
 
+def num_tokens(rollouts: Iterable[Rollout]) -> int:
+    """Return the number of tokens in all samples, prompts included."""
+    return sum(sample.length for rollout in rollouts for sample in rollout.samples)
+
+
 def per_token(group: list[Rollout], advantages: list[np.ndarray], rules: Rules) -> Iterator[list[np.ndarray]]:
     """Spread advantages over the tokens of each rollout's samples.
 
@@ -252,4 +257,17 @@ def why_not_worth_it(group: list[Rollout], rules: Rules) -> str | None:
     variance = max(each.var() for each in rewards)
     if rules.least_variance > 0 and variance < rules.least_variance:
         return f"little signal: the rewards of the group vary by {variance:.3g}"
+
+    if rules.advantage_range is not None:
+        # A teacher is asked about whole batches, so its signal is not there yet.
+        alone = msgspec.structs.replace(rules, teacher_weight=None, reward_weight=1.0)
+        found, _ = advantages_of(group, alone, {})
+        trained = [
+            advantages_T[sample.loss_mask == 1]
+            for rollout, per_sample in zip(group, found, strict=True)
+            for sample, advantages_T in zip(rollout.samples, per_sample, strict=True)
+        ]
+        low, high = rules.advantage_range  # numpy compares with its ends as float32, as advantages are
+        if all(((low <= each) & (each <= high)).all() for each in trained):
+            return f"little advantage: all advantages of the group are between {low:g} and {high:g}"
     return None

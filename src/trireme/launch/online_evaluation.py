@@ -1,6 +1,7 @@
 """Evaluation during `sft`: an engine next to the ranks, and the command `eval` for each step whose weights are due.
 
-Each environment is evaluated by a process of its own, one after the other. Results are in `evals/step_N/ENV.jsonl`.
+Each environment is evaluated by a process of its own, one after the other, on all steps that are due by then. Results
+are in `evals/step_N/ENV.jsonl`.
 Nothing that fails here ends the training: it is said, and a resumed run evaluates what is missing.
 """
 
@@ -36,25 +37,26 @@ from trireme.monitor.metrics import MetricsFile
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at the processes and the weights
 LEAVE_S = 5.0  # between SIGTERM and SIGKILL: results are on disk as they come
+FINISH_S = 86400.0  # a day at most for the evaluations that are left after the last step
 SETUP_S = 2400.0  # for what an evaluation does before its first rollout: an environment may have to be installed
 NICENESS = ("nice", "-n", "10")  # training comes first where both need the same cores
 
 
 @dataclass
 class Job:
-    """One evaluation that runs: of a step, on an environment."""
+    """One evaluation that runs: of the steps that are left, on an environment."""
 
-    step: int
+    steps: list[int]
     environment: EvaluatedEnvironment
     child: Child
-    results: Path
+    evals: Path
     size: int = 0  # bytes of the results when they last grew
     grown_at: float = 0.0
 
     def is_stuck(self) -> bool:
         """Return whether no rollout has ended for longer than one may take."""
         size = 0
-        for file in self.results.parent.glob(f"{self.results.name}*"):
+        for file in self.evals.glob(f"step_*/{self.environment.file_name}.jsonl*"):
             with suppress(OSError):  # renamed since: the evaluation ends
                 size += file.stat().st_size
         if size != self.size or not self.grown_at:
@@ -102,12 +104,13 @@ class OnlineEvaluation:
 
         if self._job is not None:
             self._look_at_job(self._job)
-        if self._job is None and (due := self._next(last)):
+        if self._job is None and (due := self._due(last)):
+            environment = due[0][1]
             try:
-                self._begin(*due)
+                self._begin([step for step, each in due if each is environment], environment)
             except (OSError, TriremeError) as error:  # such as a full disk
-                self._failed.add((due[0], due[1].resolved_name))
-                print(f"evaluation of step {due[0]} on {due[1].resolved_name} failed: {error}", flush=True)
+                self._failed |= {(step, each.resolved_name) for step, each in due if each is environment}
+                print(f"evaluation of step {due[0][0]} on {environment.resolved_name} failed: {error}", flush=True)
         return None
 
     def finish(self) -> int:
@@ -117,9 +120,12 @@ class OnlineEvaluation:
         if steps and not self._is_over:
             print(f"trained; waiting for the evaluation of step {', '.join(steps)} (Ctrl-C leaves it out)", flush=True)
         with catch_signals() as received:
-            while not received and not self._is_over and (self._job or self._next(last)):
+            until = time.monotonic() + FINISH_S
+            while not received and not self._is_over and (self._job or self._due(last)):
                 self.look(last)
                 time.sleep(POLL_S)
+                if time.monotonic() > until:
+                    self._give_up(f"it was not done {FINISH_S:g} s after the last step", self._run.paths.log("eval"))
 
         left = self._failed | {(step, each.resolved_name) for step, each in missing_evaluations(self._config, last)}
         if left:
@@ -127,9 +133,9 @@ class OnlineEvaluation:
             print(f"not evaluated: {names}. The same command with --resume evaluates what is missing.", flush=True)
         return 128 + received[0] if received else 0
 
-    def _next(self, last: int | None) -> tuple[int, EvaluatedEnvironment] | None:
+    def _due(self, last: int | None) -> list[tuple[int, EvaluatedEnvironment]]:
         due = missing_evaluations(self._config, last)
-        return next((each for each in due if (each[0], each[1].resolved_name) not in self._failed), None)
+        return [each for each in due if (each[0], each[1].resolved_name) not in self._failed]
 
     def _answers(self) -> bool:
         with suppress(httpx.HTTPError):
@@ -137,21 +143,21 @@ class OnlineEvaluation:
             self._is_healthy = answer.status_code == 200
         return self._is_healthy
 
-    def _begin(self, step: int, environment: EvaluatedEnvironment) -> None:
-        """Start `eval` for one step on one environment."""
+    def _begin(self, steps: list[int], environment: EvaluatedEnvironment) -> None:
+        """Start `eval` for some steps on one environment."""
         run = self._run
         file = run.paths.configs / f"{environment.file_name}.json"
         with atomic_write(file) as written:
             written.write(json.dumps(self._settings(environment), indent=1).encode())
 
         # Low priority, and the orchestrator's place: one thread, no GPU.
-        flags = ("--steps", str(step), "--eval-base", "true" if step == 0 else "false")
+        weights = ",".join(str(step) for step in steps if step) or "0"
+        flags = ("--steps", weights, "--eval-base", "true" if 0 in steps else "false")
         argv = (*NICENESS, sys.executable, "-m", "trireme.cli.eval", "@", str(file), *flags)
         spec = replace(
             self._planned["orchestrator"], name="eval", argv=argv, log=run.paths.log("eval"), ports={}, health=None
         )
-        results = step_folder(run.paths.root, step) / f"{environment.file_name}.jsonl"
-        self._job = Job(step, environment, self._children.start(spec), results)
+        self._job = Job(steps, environment, self._children.start(spec), run.paths.root)
 
     def _settings(self, environment: EvaluatedEnvironment) -> dict[str, Any]:
         """Return the configuration of `eval` for one environment, without the step."""
@@ -185,26 +191,33 @@ class OnlineEvaluation:
         }
 
     def _look_at_job(self, job: Job) -> None:
-        """Record the figures of an evaluation that ended, or say why there are none."""
-        name, child = job.environment.resolved_name, job.child
-        if child.exit is None:
-            if job.is_stuck():
-                child.kill("no rollout ended in time")
-            return
-        child.end()
-        self._children.children.remove(child)
-        self._job = None
+        """Record the figures of each step that is evaluated, or say why there are none."""
+        child, has_ended, is_first = job.child, job.child.exit is not None, True
+        for step in list(job.steps):
+            found = description(self._config, step, job.environment)
+            # An evaluation that died did so at the first step that is left; those after it are tried again.
+            if found.get("finished") or (has_ended and (found or is_first)):
+                job.steps.remove(step)
+                self._record(job, step, found)
+                is_first = bool(found.get("finished"))
+        if has_ended:
+            child.end()
+            self._children.children.remove(child)
+            self._job = None
+        elif job.is_stuck():
+            child.kill("no rollout ended in time")
 
+    def _record(self, job: Job, step: int, found: dict[str, Any]) -> None:
         # A rollout that failed leaves the evaluation unfinished, but with figures of the others.
-        found = description(self._config, job.step, job.environment)
+        name, child = job.environment.resolved_name, job.child
         metrics = {key: value for key, value in found.get("metrics", {}).items() if isinstance(value, int | float)}
         if metrics:
-            self._metrics.append(job.step, {f"eval/{name}/{key}": value for key, value in metrics.items()})
+            self._metrics.append(step, {f"eval/{name}/{key}": value for key, value in metrics.items()})
             reward = f"reward {metrics['reward']:.3f}" if "reward" in metrics else "nothing was scored"
-            print(f"evaluation of step {job.step} on {name}: {reward}", flush=True)
+            print(f"evaluation of step {step} on {name}: {reward}", flush=True)
         if not found.get("finished"):
-            self._failed.add((job.step, name))
-            print(f"evaluation of step {job.step} on {name} failed ({child.exit}): {child.spec.log}", flush=True)
+            self._failed.add((step, name))
+            print(f"evaluation of step {step} on {name} failed ({child.exit}): {child.spec.log}", flush=True)
 
     def _give_up(self, why: str, log: Path) -> None:
         self._is_over = True

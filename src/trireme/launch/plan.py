@@ -101,7 +101,8 @@ def plan(config: RunConfig, run_file: Path, devices: Devices | None = None) -> P
 
     gpus, ports = config.trainer_gpu_ids or (), {"weights": config.ports.weights}
     trainer = spec("trainer", gpus, config.trainer.threads, ports)
-    return {"inference": inference, "orchestrator": orchestrator, "trainer": trainer}
+    others: Plan = {"orchestrator": orchestrator, "trainer": trainer}
+    return {"inference": inference, **others} if config.hosts.inference else others
 
 
 def env_vars_of(config: RunConfig, name: ProcessName) -> dict[str, str]:
@@ -147,7 +148,7 @@ def _facts(config: RunConfig) -> Iterator[str]:
     if not config.hosts.are_loopback:
         hosts = config.hosts
         yield (
-            f"hosts    inference {', '.join(hosts.inference)}; orchestrator {hosts.orchestrator}; "
+            f"hosts    inference {', '.join(hosts.inference) or 'joins later'}; orchestrator {hosts.orchestrator}; "
             f"trainer {', '.join(hosts.trainer)}"
         )
 
@@ -160,13 +161,14 @@ def _facts(config: RunConfig) -> Iterator[str]:
 
     sizes = {name: own.rollouts_per_example for name, own in orchestrator.sources.items()}
     groups = f"{config.num_groups} groups x {next(iter(sizes.values()), orchestrator.rollouts_per_example)}"
+    of_each = ", ".join(f"{name} x {size}" for name, size in sizes.items())
     if len(set(sizes.values())) > 1:
-        of_each = ", ".join(f"{name} x {size}" for name, size in sizes.items())
         groups = f"about {config.num_groups} groups ({of_each}), the last of which may exceed it"
-    yield (
-        f"batch    {orchestrator.batch_size} rollouts = {groups}; "
-        f"{config.max_steps * orchestrator.batch_size:,} rollouts in all"
-    )
+    if orchestrator.token_batch_size:
+        yield f"batch    {orchestrator.batch_in_words} in whole groups ({of_each}), the last of which may exceed them"
+    else:
+        in_all = config.max_steps * orchestrator.num_rollouts(config.seq_len)
+        yield f"batch    {orchestrator.batch_in_words} = {groups}; {in_all:,} rollouts in all"
 
     # Each source may have tables of its own.
     for each in orchestrator.env:

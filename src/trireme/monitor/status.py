@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +35,22 @@ class EngineStatus(msgspec.Struct, frozen=True):
     url: str = ""
     state: str = ""
     version: int | None = None
+    prefix_hit_frac: float | None = None  # share of prompts' tokens that its prefix cache had
+    in_flight: int = 0
+    member: int | None = None  # its number if it joined the run
+    joined_s_ago: float | None = None
+    software: dict[str, str] = {}  # versions with which it joined
+
+    def __str__(self) -> str:
+        words = [f"{self.url} {self.state}"]
+        if self.version is not None:
+            words.append(f"version {self.version}, {self.in_flight} requests")
+        if self.prefix_hit_frac is not None:
+            words.append(f"{self.prefix_hit_frac:.0%} of prompts cached")
+        if self.member is not None:
+            since = f"{timedelta(seconds=int(self.joined_s_ago or 0))} ago"
+            words.append(f"joined as {self.member} {since} with vLLM {self.software.get('vllm', '?')}")
+        return ", ".join(words)
 
 
 class Status(msgspec.Struct, frozen=True):

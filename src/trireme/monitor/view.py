@@ -171,13 +171,16 @@ class View:
         if nothing is known.
         """
         status = self.status
-        if self.progress.num_session_steps or (status and not status.engines and status.state != "starting"):
+        engines_join = not self.config.hosts.inference
+        if self.progress.num_session_steps:
+            return 5, None
+        if status and not status.engines and status.state != "starting" and not engines_join:
             return 5, None
 
         # An engine is quarantined until it has confirmed our weights, and live from then on.
         states = {engine.state for engine in status.engines} if status else set()
         if status is None or not states & UPDATING:
-            return 1, "loading the engine"
+            return 1, "waiting for an engine to join" if engines_join else "loading the engine"
         if "live" not in states:
             return 2, f"sending version {max(0, status.version)} to the engine"
         evaluation = self.config.orchestrator.eval
@@ -278,7 +281,7 @@ class VfRlView(View):
         # Sizes of the data sets are in the journal only; an epoch is one pass through all of them.
         if self._num_examples is None and (record := read_batch(self.config.paths.journal, step)):
             self._num_examples = sum(record.state.sizes.values())
-        if self._num_examples:
+        if self._num_examples and self.config.orchestrator.batch_size:
             of_trainer["epoch"] = round((step + 1) * self.config.num_groups / self._num_examples, 2)
 
         names = {"reward": "reward/mean", "entropy": "policy/entropy", "importance_ratio": "importance_ratio"}

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from trireme.algo.advantage import are_same
+from trireme.algo.packing import num_distinct
+from trireme.algo.pictures import distinct_ids
 from trireme.algo.staleness import lags
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, Outcome, Rollout, State
-from trireme.journal.targets import agent_runs, by_group, is_zero, num_sampled, rewards_by_agent
+from trireme.journal.targets import agent_runs, by_group, is_zero, num_sampled, num_tokens, rewards_by_agent
 from trireme.monitor.metrics import means
 
 Metrics = dict[str, float]
@@ -20,8 +22,9 @@ FLAWS = ("truncated", "repetition", "gibberish", "zero_advantage")
 FAILED = frozenset({"rollout", "score", "timeout", "worker"})
 """Reasons, up to their colon, of rollouts that failed: the stages of `RolloutFailed`."""
 
-NO_SIGNAL = frozenset({"no_signal", "little_signal"})
-"""Reasons of groups that came to their end and were dropped because their rewards are the same, or nearly."""
+NO_SIGNAL = frozenset({"no_signal", "little_signal", "little_advantage"})
+"""Reasons of groups that came to their end and were dropped because their rewards are the same, or nearly, or their
+advantages in the range that is rejected."""
 
 
 def batch_metrics(
@@ -70,7 +73,7 @@ def metrics_in_parts(
         "lag/beyond_frac": float((ages > config.max_async_level).mean()),
         "tokens/completion_mean": float(np.mean(completions)),
         "tokens/completion_max": int(max(completions)),
-        "tokens/total": int(sum(sample.length for rollout in rollouts for sample in rollout.samples)),
+        "tokens/total": num_tokens(rollouts),
         "truncated_frac": _truncated_frac(rollouts),
         **_turns("turns/mean", rollouts),
     }
@@ -100,6 +103,13 @@ def metrics_in_parts(
         "filters/masked_frac": float(np.mean([rollout.masked is not None for rollout in rollouts])),
     }
 
+    # The samples of a group begin alike. Groups are compared one by one, as long samples take milliseconds.
+    computed: dict[str, list[tuple[int, int]]] = {}
+    for group in groups:
+        computed.setdefault(group[0].env, []).append(computed_tokens(group))
+        yield {}
+    yield _computed_frac("perf/tokens_computed_frac", [each for counts in computed.values() for each in counts])
+
     # Environments whose rollouts were all dropped have an error rate too, and nothing else.
     for name in sorted({rollout.env for rollout in rollouts} | {drop.env for drop in dropped}):
         own = [rollout for rollout in rollouts if rollout.env == name]
@@ -112,6 +122,7 @@ def metrics_in_parts(
                 f"env/{name}/lag_mean": float(sampled.mean()),
                 f"env/{name}/masked_frac": float(np.mean([rollout.masked is not None for rollout in own])),
             }
+            yield _computed_frac(f"env/{name}/tokens_computed_frac", computed[name])
             yield _environment(name, own, lengths, [outcome for outcome in outcomes if outcome.env == name])
 
 
@@ -143,6 +154,22 @@ def _solved_fracs(rollouts: list[Rollout], outcomes: Sequence[Outcome]) -> tuple
     none = np.mean([max(rewards) <= 0 for rewards in groups])
     every = np.mean([min(rewards) >= 1 for rewards in groups])
     return float(none), float(every)
+
+
+def computed_tokens(group: list[Rollout]) -> tuple[int, int]:
+    """Return the tokens that engines computed for a group, and those of its samples: those that stand behind the same
+    beginning once. Without the rollouts of engines that do not count."""
+    counted = [rollout for rollout in group if rollout.num_computed is not None]
+    samples = [each for rollout in counted for each in rollout.samples]
+    has_pictures = any(each.pictures for each in samples)
+    ids = [distinct_ids(each.ids, each.pictures) if has_pictures else each.ids for each in samples]
+    return sum(rollout.num_computed or 0 for rollout in counted), num_distinct(ids)
+
+
+def _computed_frac(name: str, counts: list[tuple[int, int]]) -> Metrics:
+    """Return the tokens that engines computed per token that exists; nothing if no engine counts them."""
+    computed, existing = map(sum, zip(*counts, strict=True))
+    return {name: computed / existing} if existing else {}
 
 
 def _turns(name: str, rollouts: list[Rollout]) -> Metrics:

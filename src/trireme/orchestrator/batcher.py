@@ -65,7 +65,8 @@ class Batcher:
         """Return a batch with its advantages, and all that was dropped on the way.
 
         It has exactly `batch_size` rollouts, or with groups of different sizes as many as whole groups give that reach
-        it: less than the last group more.
+        it: less than the last group more. So has a batch of `token_batch_size`, unless the run is synchronous: then it
+        has all groups that were begun with it.
 
         Raises:
             ConfigError: a function of the user returned no advantages.
@@ -73,7 +74,7 @@ class Batcher:
         """
         filled = Filled()
         groups: list[Group] = []
-        while self.scheduler.num_accepted < self._rules.batch_size:
+        while not self.scheduler.is_filled:
             # Filtering may leave fewer groups than were issued, so this asks for more until the batch is full.
             group = await self.scheduler.next_group()
 
@@ -84,7 +85,7 @@ class Batcher:
             filled.dropped += group.dropped
             if group.reason is None:
                 groups.append(group)
-                self.scheduler.num_accepted += size
+                self.scheduler.accept(group)
             else:
                 self.scheduler.not_accepted(group.reason)
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from trireme.base.timing import age_s
 from trireme.config.run import RunConfig
-from trireme.monitor.spans import ENGINE, ENVIRONMENTS, FEW, ORCHESTRATOR, SpansFile, What
+from trireme.monitor.spans import ENGINE, ENVIRONMENTS, FEW, ORCHESTRATOR, Lane, SpansFile, What
 from trireme.monitor.timeline import idle
 from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.pool import InferencePool
@@ -31,7 +31,8 @@ class Lanes:
         self.own = spans.lane(ORCHESTRATOR, what="start", ago_s=age_s())
         self._config = config
         self._pool = pool
-        self._of_engine = {engine.url: spans.lane(engine_lane(engine.url)) for engine in pool.engines}
+        self._spans = spans
+        self._of_engine: dict[int, Lane] = {}  # by identity: an engine may join at the address of another that left
         self._is_closing = False
         self._is_to_look = False
         self._run: tuple[Policy, Scheduler, Evaluator] | None = None
@@ -51,18 +52,27 @@ class Lanes:
     def turned(self, engine: Engine) -> None:
         """Record a change of an engine: another state, its first request, or its last."""
         what, why = _activity(engine)
+        if not any(engine is each for each in self._pool.engines):  # it has left
+            self.lane_of(engine).enter(None)
+            del self._of_engine[id(engine)]
+            return
 
         # A transfer belongs to the version that the engine is given, all other work to the batch that is being filled.
         if what == "transfer" and engine.receives is not None:
             step = engine.receives
         else:
             step = -1 if self._run is None else self._run[1].next_batch
-        self._of_engine[engine.url].enter(what, step=step, why=why)
+        self.lane_of(engine).enter(what, step=step, why=why)
 
         # Many changes arrive together, and one look after the last of them is enough.
         if self._run is not None and not self._is_to_look:
             self._is_to_look = True
             asyncio.get_running_loop().call_soon(self.look)
+
+    def lane_of(self, engine: Engine) -> Lane:
+        if id(engine) not in self._of_engine:
+            self._of_engine[id(engine)] = self._spans.lane(engine_lane(engine.url))
+        return self._of_engine[id(engine)]
 
     def look(self) -> None:
         """Record what the orchestrator does, and why engines without a request have none."""
@@ -98,7 +108,7 @@ class Lanes:
         # Only live engines: `turned` has said why the others are idle.
         for engine in self._pool.engines:
             if engine.state == "live" and not engine.in_flight:
-                self._of_engine[engine.url].explain(why_no_request)
+                self.lane_of(engine).explain(why_no_request)
 
         # Until the batch is on disk, the lane shows the activity that `closing` entered.
         if not self._is_closing:

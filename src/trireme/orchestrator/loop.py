@@ -38,6 +38,7 @@ from trireme.orchestrator.batcher import Batcher, Filled
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.engines.expert_routes import experts_to_replay
 from trireme.orchestrator.engines.health import keep_engines
+from trireme.orchestrator.engines.joined import JoinedEngines
 from trireme.orchestrator.engines.pool import open_inference_pool
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.evaluation.evaluator import Evaluator
@@ -89,6 +90,7 @@ async def drive(o: Orchestrator) -> None:
             tasks.create_task(o.control.serve(o.requests)),
             tasks.create_task(o.status.keep_beating()),
             tasks.create_task(keep_engines(o.pool, o.policy.admit, o.config.inference.start_timeout_s)),
+            tasks.create_task(o.joined.run()),
             tasks.create_task(o.scheduler.run()),
             tasks.create_task(o.updates.fail_on_wrong_weights()),
             tasks.create_task(o.watcher.run()),
@@ -184,6 +186,7 @@ class Orchestrator:
             disk_timeout_s=config.disk_timeout_s,
         )
         self.updates = WeightUpdates(policy, config.weight_broadcast)
+        self.joined = JoinedEngines(config, pool, policy.admit)
 
         # Rollouts go from the buffer's examples through the scheduler's groups to the batcher's batches.
         sizes = {name: environment.num_train for name, environment in environments.items()}
@@ -192,13 +195,22 @@ class Orchestrator:
         samplers = {name: each for name, each in teachers.items() if isinstance(each, Teacher) and each.config.samples}
         runner = RolloutRunner(config, pool, tokenizer, journal=config.paths.journal, waits=waits, teachers=samplers)
         self.scheduler = Scheduler(
-            config, environments, self.buffer, policy, runner, waits, next_batch=state.next_batch
+            config,
+            environments,
+            self.buffer,
+            policy,
+            runner,
+            waits,
+            next_batch=state.next_batch,
+            tokens_per_rollout=state.tokens_per_rollout,
         )
         self.batcher = Batcher(config, self.scheduler, state, judges)
 
         # The evaluator registers the versions that it needs here, before any of them can go live and be replaced.
         self.evaluator = Evaluator(config, evaluated, policy, runner, self.metrics, waits)
-        self.requests = TrainerRequests(config, journal, policy, self.updates, self.scheduler, self.peers, waits)
+        self.requests = TrainerRequests(
+            config, journal, policy, self.updates, self.scheduler, self.peers, waits, self.joined
+        )
         self.watcher = Watcher(self.metrics)
 
         # The status server runs in a thread of its own and has answered without these parts so far.
@@ -261,6 +273,7 @@ class Orchestrator:
             open_groups=self.scheduler.open_groups(),
             counters=self.counters,
             baselines=batch.baselines,
+            tokens_per_rollout=self.scheduler.mean_tokens,
             **self.buffer.state(),
         )
         return BatchRecord(
@@ -299,6 +312,7 @@ class Orchestrator:
             while not (self.peers.has_trainer_left or (wait.waited_s > TRAINER_EXIT_S and is_over(self.config))):
                 wait.check()
                 await asyncio.sleep(0.05)
+        await self.joined.dismiss()
         await asyncio.sleep(0.2)  # the answer to `Done` is on its way
         self.status.state = "done"
 

@@ -18,6 +18,7 @@ from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, OpenGroup, Rollout
+from trireme.journal.targets import num_tokens
 from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.environments.pool import Environment
 from trireme.orchestrator.rollout.driver import gather_or_cancel
@@ -82,7 +83,9 @@ class Scheduler:
     runner: RolloutRunner
     waits: Waits
     next_batch: int
+    tokens_per_rollout: float = 0.0  # mean of the batch before; 0 if there is none, or its size is in rollouts
     num_accepted: int = 0  # rollouts in the batch that is being filled
+    num_tokens: int = 0  # their tokens
     num_failures: int = 0
     _under_way: dict[int, Group] = field(default_factory=dict)
     _finished: dict[int, Group] = field(default_factory=dict)
@@ -98,6 +101,9 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._settings = {name: self.config.orchestrator.of(name) for name in self.environments}
+        orchestrator = self.config.orchestrator
+        self._is_in_tokens = orchestrator.token_batch_size is not None
+        self._size = orchestrator.token_batch_size or orchestrator.num_rollouts(self.config.seq_len)
 
     async def run(self) -> None:
         """Issue groups until cancelled."""
@@ -128,6 +134,32 @@ class Scheduler:
     def _size_of(self, task: OpenGroup) -> int:
         return self._settings[task.env].rollouts_per_example
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether the batch has its size. A synchronous one takes all groups that were begun with it, as the next batch
+        would find them stale."""
+        return self.num_missing == 0 and not (self.config.synchronous and self._issued)
+
+    @property
+    def num_missing(self) -> int:
+        """Rollouts that the batch lacks, or tokens."""
+        return max(0, self._size - (self.num_tokens if self._is_in_tokens else self.num_accepted))
+
+    def accept(self, group: Group) -> None:
+        """Count a group to the batch."""
+        self.num_accepted += len(group.rollouts)
+        self.num_tokens += num_tokens(group.rollouts)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean tokens of a rollout of this batch; 0 if it has none yet, or its size is in rollouts."""
+        return self.num_tokens / self.num_accepted if self._is_in_tokens and self.num_accepted else 0.0
+
+    def _worth(self) -> float:
+        """Return what a rollout is expected to add to a batch: one, or as many tokens as in the batch before, so far in
+        this one, or at most."""
+        return (self.tokens_per_rollout or self.mean_tokens or self.config.seq_len) if self._is_in_tokens else 1.0
+
     def _may_issue(self) -> bool:
         version = self.policy.version
         if version < 0 or self.next_batch >= self.config.max_steps:
@@ -138,15 +170,16 @@ class Scheduler:
             version=version,
             next_batch=self.next_batch,
             max_async_level=min(self.config.max_async_level, self.config.max_steps - 1 - version),
-            batch_size=self.config.orchestrator.batch_size,
+            batch_size=self._size,
         )
-        num_begun = self.num_accepted + self._num_issued
+        worth = self._worth()
+        num_begun = (self.num_tokens if self._is_in_tokens else self.num_accepted) + self._num_issued * worth
         if num_begun < allowed or self.config.synchronous:
             return num_begun < allowed
 
         # Spare groups keep a few slow ones from holding up a batch, which takes groups as they finish.
         spare = math.floor(allowed * self.config.orchestrator.oversampling_factor + 1e-6)
-        return num_begun + max(own.rollouts_per_example for own in self._settings.values()) <= spare
+        return num_begun + max(own.rollouts_per_example for own in self._settings.values()) * worth <= spare
 
     async def _run_group(self, group: Group) -> None:
         size = self._size_of(group.task)
@@ -245,6 +278,10 @@ class Scheduler:
         ) as wait:
             await asyncio.sleep(0)  # let other tasks run, even if all groups have finished already
             while True:
+                # A group's tokens decide what is issued next. A synchronous run is reproducible, so all that there is
+                # room for is issued before the next group is handed out, however fast groups end.
+                while self._is_in_tokens and self.config.synchronous and self._may_issue():
+                    await asyncio.sleep(0)
                 if self._hopeless:
                     raise self._hopeless
 
@@ -253,8 +290,8 @@ class Scheduler:
                 if first in self._finished:
                     self._num_issued -= self._size_of(self._issued.pop(first))
                     group = self._finished.pop(first)
-                    # The place of a dropped group is free for another one.
-                    if group.reason is not None:
+                    # The place of a dropped group is free for another one, and so may be that of a short one.
+                    if group.reason is not None or self._is_in_tokens:
                         self._changed.set()
                     return group
 
@@ -273,7 +310,8 @@ class Scheduler:
         """Issue another group in place of the one that was handed out last."""
         self._dropped[reason.partition(":")[0]] += 1
         total = self._dropped.total()
-        if total % (REFILLS_TO_WARN * self.config.num_groups) == 0:
+        shorter = self.config.seq_len / self._worth() if self._is_in_tokens else 1.0
+        if total % max(1, round(REFILLS_TO_WARN * self.config.num_groups * shorter)) == 0:
             log.warning(
                 "batch %d: %d groups were dropped before it is full (%s) - a few were expected. See whether examples "
                 "are too easy or too hard for this model (pools thin those out: `[orchestrator.buffer.pools]`), or "
@@ -290,7 +328,8 @@ class Scheduler:
     def batch_closed(self) -> None:
         """Begin the next batch: this one is full and in the journal."""
         self.next_batch += 1
-        self.num_accepted = 0
+        self.tokens_per_rollout = self.mean_tokens
+        self.num_accepted = self.num_tokens = 0
         self._dropped.clear()
         self._cancel_stale()
         self._changed.set()
@@ -312,12 +351,11 @@ class Scheduler:
         return [*self._issued.values(), *self.buffer.reopened]
 
     def describe(self) -> str:
-        size, missing = self.config.orchestrator.batch_size, self.config.orchestrator.batch_size - self.num_accepted
         version = max(0, self.next_batch - self.config.max_async_level)
         idle = f"none may start before version {version} is live" if self.policy.version < version else "none started"
         under_way = f"{len(self._under_way)} groups under way" if self._under_way else idle
         dropped = f", dropped meanwhile: {self._drop_reasons()}" if self._dropped else ""
-        return f"{missing} of {size} rollouts missing, {under_way}{dropped}"
+        return f"{self.num_missing:,} of {self.config.orchestrator.batch_in_words} missing, {under_way}{dropped}"
 
     @property
     def num_under_way(self) -> int:

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from trireme.base.errors import ConfigError
 from trireme.base.token import status_key
 from trireme.base.waiting import Waits
+from trireme.config.engine_facts import PACKAGES
 from trireme.config.orchestrator import StatusServer
 from trireme.config.run import RunConfig
 from trireme.monitor.collapse import Warned
@@ -69,7 +70,7 @@ class Status:
     def snapshot(self) -> dict[str, Any]:
         now = time.monotonic()
         heartbeats = list(self.peers.heartbeats.items())  # a copy: more may arrive while it is read
-        engines = self.pool.engines if self.pool else []
+        engines = list(self.pool.engines) if self.pool else []
 
         # Ages, not times, as a reader on another machine may have another clock.
         processes = {
@@ -108,7 +109,14 @@ class Status:
             "failures": self.scheduler.num_failures if self.scheduler else 0,
             "waits": waits,
             "engines": [
-                {"url": engine.url, "state": engine.state, "version": engine.version, "in_flight": engine.in_flight}
+                {
+                    **{"url": engine.url, "state": "leaving" if engine.is_leaving else engine.state},
+                    **{"version": engine.version, "in_flight": engine.in_flight},
+                    "prefix_hit_frac": engine.prefix_hit_frac,
+                    "member": engine.member.id if engine.member else None,
+                    "joined_s_ago": round(time.time() - engine.member.since, 1) if engine.member else None,
+                    "software": {name: engine.member.facts.get(name, "") for name in PACKAGES} if engine.member else {},
+                }
                 for engine in engines
             ],
             "processes": {"orchestrator": {"state": self.state}} | processes,
@@ -188,7 +196,9 @@ def _bind(config: StatusServer) -> socket.socket:
     give_up = time.monotonic() + BIND_S
     while True:
         try:  # requests that arrive before the server's thread runs wait in the backlog
-            return socket.create_server((config.host, config.port or 0))
+            # All interfaces are those of IPv4 too.
+            family, is_dual = (socket.AF_INET6, config.host == "::") if ":" in config.host else (socket.AF_INET, False)
+            return socket.create_server((config.host, config.port or 0), family=family, dualstack_ipv6=is_dual)
         except OSError as error:
             if time.monotonic() > give_up:
                 raise ConfigError(

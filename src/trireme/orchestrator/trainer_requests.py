@@ -1,4 +1,7 @@
-"""Answers to the trainer's requests. Requests are idempotent: asked again, they get the same answer."""
+"""Answers to the requests of the trainer, and of engines that join.
+
+Requests are idempotent: asked again, they get the same answer.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from trireme.messages import (
     GetBatch,
     GetNewest,
     Heartbeat,
+    Membership,
     NotYet,
     Ok,
     PolicyReady,
@@ -27,6 +31,7 @@ from trireme.messages import (
     Reply,
     Request,
 )
+from trireme.orchestrator.engines.joined import JoinedEngines
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.weights.policy import Policy
 from trireme.orchestrator.weights.update import WeightUpdates
@@ -62,6 +67,7 @@ class TrainerRequests:
     scheduler: Scheduler
     peers: Peers
     waits: Waits
+    joined: JoinedEngines
 
     def __post_init__(self) -> None:
         self._shares = Shares(self.journal, self.config)
@@ -69,6 +75,9 @@ class TrainerRequests:
 
     async def __call__(self, request: Request) -> Reply:
         reply: Reply
+
+        if isinstance(request, Membership):
+            return await self.joined.answer(request)
 
         # A trainer of another run may have found this port. It must not be given this run's batches.
         if request.run_id != self.config.run_id:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from trireme.algo.digest import tensor_digest
 from trireme.base.errors import ConfigError
@@ -48,9 +49,10 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
 
     Returns: 1 if something differs that must not, else 0.
 
-    Raises: JournalCorrupt if a batch, or the record of a version, is damaged.
+    Raises: JournalCorrupt if a batch, or the record of a version, is damaged; ConfigError if an export is.
     """
     run = RunReader(config.paths.root)
+    require_whole_exports(run, span)
     rows, trainer, earlier = run.rows(), config.trainer, Settings(config).earlier
     with open_world(config.device, trainer.model, threads=trainer.threads, timeout_s=trainer.batch_timeout_s) as world:
         if world.is_main:
@@ -79,6 +81,23 @@ def replay(config: RunConfig, span: range, *, keep_going: bool = False) -> int:
 
         # On a GPU a difference is no failure, as kernels may add in another order each time.
         return world.agree(config.device == "cpu" and any(each.differences for each in compared))
+
+
+def require_whole_exports(run: RunReader, span: range) -> None:
+    """Raises: ConfigError if exported weights that would be compared are damaged, as a copy that was cut short is."""
+    for version in range(span.start, span.stop + 1):
+        for path in exported_files(run, version):
+            try:
+                PublishedFiles([path])
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(
+                    f"{path} is damaged: {error} - expected a whole safetensors file, to compare it. Copy it again, or "
+                    f"move its folder away: then `trireme export {run.paths.root} --step {version}` makes it again."
+                ) from None
+
+
+def exported_files(run: RunReader, version: int) -> list[Path]:
+    return sorted(step_folder(run.paths.weights, version).glob("*.safetensors"))
 
 
 # training again
@@ -172,7 +191,7 @@ def compare(retraced: Retraced, run: RunReader, row: Mapping[str, Any], *, may_r
     # An export is compared even if no engine confirmed the version.
     export = step_folder(run.paths.weights, retraced.version)
     if export.is_dir():
-        files = PublishedFiles(sorted(export.glob("*.safetensors")))
+        files = PublishedFiles(exported_files(run, retraced.version))
         recorded.append((f"{export} holds", retraced.exported, files.digests()))
 
     # A record of the other making may round differently, so it is enough if one record agrees.

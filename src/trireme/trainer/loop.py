@@ -24,7 +24,7 @@ from trireme.trainer.checkpoint.export import Exporter
 from trireme.trainer.checkpoint.resume import check_shared
 from trireme.trainer.heartbeat import Activity, heartbeat
 from trireme.trainer.logprob_log import LogprobLog
-from trireme.trainer.model.forward import shared_frac
+from trireme.trainer.model.forward import computed_fracs
 from trireme.trainer.out_of_memory import leave_to_engine
 from trireme.trainer.parallel.mesh import CONTEXT, World, keep_alive, open_world
 from trireme.trainer.perf import flops_per_token, peak_memory, throughput
@@ -196,13 +196,14 @@ class Trainer:
             rows = batch.micro_batches
             tokens = sum(row.tokens.length for row in rows) * self.world.dp_size
             samples = sum(len(row.lengths) for row in rows) * self.world.dp_size
-            shared = shared_frac(self.state.model, rows)
+            computed, of_existing = computed_fracs(self.state.model, rows)
             flops = flops_per_token(self.state.model, tokens / max(1, samples))
 
             # Tokens of shared prefixes are computed once, and each iteration computes all others again.
-            flops *= self.config.trainer.num_iterations * (1 - shared)
+            flops *= self.config.trainer.num_iterations * computed
             metrics |= throughput(tokens=tokens, seconds=seconds, flops=flops, world_size=self.world.size)
-            return metrics | {"perf/shared_frac": shared} | peak_memory(self.world.device)
+            metrics |= {"perf/shared_frac": 1 - computed, "perf/tokens_computed_frac/trainer": of_existing}
+            return metrics | peak_memory(self.world.device)
 
     def publish(self) -> None:
         """Send the policy to all engines if it is new. `settle` waits until they serve it."""

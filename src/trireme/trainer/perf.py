@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 
 import torch
 from transformers import PreTrainedModel
 
 from trireme.algo.model import flops
-from trireme.algo.model.architecture import ATTENDING, experts_used
+from trireme.algo.model.architecture import architecture_of, experts_used
 from trireme.algo.model.chips import GIB, chip_called
 from trireme.config.trainer import TOWER
 
 
 def flops_per_token(model: PreTrainedModel, mean_length: float) -> float:
     """Return the operations of the forward and backward pass per token; see `algo.model.flops`."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", 0)  # Mamba-2 has none
-    width = heads * (getattr(config, "head_dim", None) or 0) or config.hidden_size
-
-    # Attention counts in layers that attend, not in those that carry a state.
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    attending = sum(kind in ATTENDING for kind in kinds) if kinds else config.num_hidden_layers
-
-    # A token looks at half of its sample on average.
-    attention = 2 * width * attending * mean_length if heads else 0.0
+    attention = 0.0
+    with suppress(KeyError, TypeError, AttributeError):  # Mamba-2 has no heads
+        attention = flops.attention_flops(architecture_of(model.config.get_text_config().to_dict()), mean_length)
     return flops.flops_per_token(*matrix_parameters(model), attention=attention)
 
 

@@ -35,11 +35,17 @@ from trireme.messages import (
     WIRE_VERSION,
     Again,
     BatchReply,
+    Beat,
+    Dismissed,
     Done,
     GetBatch,
     GetNewest,
+    GetTerms,
     Go,
     Heartbeat,
+    Join,
+    Joined,
+    Leave,
     Live,
     Newest,
     NotYet,
@@ -50,6 +56,7 @@ from trireme.messages import (
     Refusal,
     Reply,
     Request,
+    Terms,
     decode_reply,
     decode_request,
     encode,
@@ -74,6 +81,10 @@ ANSWERS: dict[type, tuple[type, ...]] = {
     PolicySent: (Live, Again),
     Heartbeat: (Ok,),
     Done: (Ok, Publish),
+    GetTerms: (Terms,),
+    Join: (Joined, Again),
+    Beat: (Ok, Again, Dismissed),
+    Leave: (Ok,),
 }
 """The replies to each request, in addition to `NotYet` and `Refusal`."""
 
@@ -99,7 +110,7 @@ class ControlClient:
         self._ask_again_s = ask_again_s
         self._numbers = itertools.count(1)
         self._token = token()
-        self._is_rejected = False
+        self.is_rejected = False
         self._connect()
 
     def _connect(self) -> None:
@@ -140,7 +151,7 @@ class ControlClient:
                 match reply:
                     case None:
                         wait.note = "no answer"
-                        if self._is_rejected:
+                        if self.is_rejected:
                             wait.note = f"it rejects the connection: {TOKEN} must be the same on both machines"
 
                     # A busy peer (an evaluation, a full disk) has its own deadlines: ours counts from the end.
@@ -197,9 +208,9 @@ class ControlClient:
         """Return whether the peer has disconnected. A peer that rejects our handshake is not asked again at once."""
         event = parse_monitor_message(self._events.recv_multipart())["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._has_connected, self._is_rejected = True, False
+            self._has_connected, self.is_rejected = True, False
             return False
-        self._is_rejected = not self._has_connected
+        self.is_rejected = not self._has_connected
         return self._has_connected
 
     def _send(self, first: bytes, request: Request) -> None:
@@ -351,7 +362,7 @@ def read_request(frames: list[bytes]) -> Request:
     if theirs[1] is None or int(theirs[1]) != WIRE_VERSION:
         version = int(theirs[1]) if theirs[1] else "an earlier one"
         raise MalformedRequest(
-            f"This orchestrator speaks wire version {WIRE_VERSION}, the trainer {version} - the same was expected - "
+            f"This orchestrator speaks wire version {WIRE_VERSION}, its peer {version} - the same was expected - "
             "install the same version of Trireme on both."
         )
 

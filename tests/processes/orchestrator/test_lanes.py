@@ -146,7 +146,7 @@ def test_what_holds_an_engine_that_has_no_request(tmp_path, state, busy, own, wh
 def test_lane_follows_its_engine_through_transfers_and_death(tmp_path: Path):
     async def turn() -> list[tuple[str | None, int, str]]:
         async with open_lanes(tmp_path / "spans.jsonl") as (lanes, pool):
-            engine, lane, told = pool.engines[0], lanes._of_engine[pool.engines[0].url], []
+            engine, lane, told = pool.engines[0], lanes.lane_of(pool.engines[0]), []
 
             def close_batch() -> None:
                 with lanes.closing(5):

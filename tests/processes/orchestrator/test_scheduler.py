@@ -327,6 +327,42 @@ def test_stopped_run_resumes_into_the_batches_that_the_audit_expects(tmp_path, l
         assert entries(config) == entries(whole)
 
 
+def tokens_of(record: BatchRecord) -> list[int]:
+    """Return the tokens of each group of a batch."""
+    counts = Counter[int]()
+    for rollout in record.rollouts:
+        counts[rollout.group] += sum(sample.length for sample in rollout.samples)
+    return list(counts.values())
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_groups_fill_a_batch_until_it_has_its_tokens(tmp_path, level):
+    """Whatever is dropped on the way, and if the orchestrator is stopped within a batch: as its journal says."""
+
+    async def until_in_the_third_batch(running):
+        scheduler = running.orchestrator.scheduler
+        await running.until(lambda: scheduler.next_batch == 2 and scheduler.num_tokens > 0, "a part of the third batch")
+
+    size = {"batch_size": None, "token_batch_size": 400}
+    config = curated_config(tmp_path / "stopped", level, **EVERYTHING, **size)
+    slow = RAMBLING | {"token_s": 0.002}
+    stopped = run(config, engine=slow, meanwhile=until_in_the_third_batch, stop_after_meanwhile=True).records
+    records = audited(run(config.model_copy(update={"resume": True}), engine=RAMBLING, trainer={"version": 0})).records
+    assert 2 <= len(stopped) < len(records) == 5
+    assert min(sum(tokens_of(record)) for record in records) >= 400
+    if config.synchronous:
+        whole = curated_config(tmp_path / "whole", level, **EVERYTHING, **size)
+        assert run(whole, engine=RAMBLING).error is None
+        assert entries(config) == entries(whole)
+        assert [record.state.open_groups for record in records] == [[]] * 5
+    else:
+        assert max(sum(tokens_of(record)) - max(tokens_of(record)) for record in records) < 400
+
+    # the audit knows how many there must be
+    rewrite_batch(config, 1, lambda record: setattr(record, "rollouts", record.rollouts[:4]))
+    assert any("number of tokens" in one.found for one in audit_run(config.paths.root).in_order())
+
+
 # examples that break what reads them cost those rollouts: the run, and its evaluation, go on
 
 ODD = """

@@ -396,7 +396,8 @@ async def test_update_begun_by_a_previous_orchestrator_is_requested_again(stage)
 @staged()
 async def test_trainer_stays_while_an_engine_lacks_its_weights(stage):
     journal, scheduler = Journal(stage.config.paths.journal), SimpleNamespace(next_batch=3)
-    answers = TrainerRequests(stage.config, journal, stage.policy, stage.updates, scheduler, Peers(), Waits("test"))
+    parts = stage.config, journal, stage.policy, stage.updates, scheduler
+    answers = TrainerRequests(*parts, Peers(), Waits("test"), joined=None)
     stage.engine.version = -1
     await until(lambda: stage.updates.needed(0))
     assert isinstance(await answers(Done(run_id=stage.config.run_id, version=0)), Publish)

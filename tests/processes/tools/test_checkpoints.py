@@ -295,6 +295,24 @@ def test_eval_inherits_unset_options_from_the_run_of_the_checkpoints(here):
     assert len(lines(10, "of-the-run")) == 3
 
 
+@pytest.mark.parametrize("of_the_run", [True, False])
+def test_environment_is_sampled_as_its_own_table_says(here, of_the_run):
+    """The rollouts, examples and sampling of its own, whether the run or the file of the evaluation has them."""
+    hot = {"id": "toy.py", "name": "hot", "rollouts_per_example": 2, "num_examples": 3, "sampling": {"top_p": 0.5}}
+    both = [hot | {"sampling": {"top_p": 0.5, "temperature": 1.0}}, {"id": "say.py", "num_examples": 4}]
+    orchestrator = {"env": [{"id": "say.py"}], "sampling": {"max_tokens": 7}, "eval": {"num_examples": 4, "env": both}}
+    if of_the_run:
+        config = RunConfig.model_validate({"output_dir": "run", "device": "cpu", "orchestrator": orchestrator})
+        write_run(config, config.paths.run_config)
+    # Several rollouts of an example have temperature 1 if none is given.
+    Path("eval.json").write_text(json.dumps({"num_examples": 4, "env": [hot, {"id": "say.py"}]}))
+    with engine() as found:
+        run_eval(found, "--steps", 10, "--no-eval-base", env=() if of_the_run else ("@", "eval.json"))
+        asked = [(each.sampling["temperature"], each.sampling.get("top_p", 1.0)) for each in found.requests]
+    assert sorted(asked) == [(0.0, 1.0)] * 4 + [(1.0, 0.5)] * 6
+    assert [(len(lines(10, "hot")), len(lines(10, "say")))] == [(6, 4)]
+
+
 def test_the_analysis_of_the_guide_runs_on_what_is_saved(here, capsys, monkeypatch):
     """Every second answer of `yes` is right: of six examples three always, three never."""
     monkeypatch.setenv("MY_KEY", "secret-words")

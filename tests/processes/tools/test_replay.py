@@ -271,6 +271,16 @@ def test_whatever_was_recorded_and_differs_is_named(run, capsys):
     assert "Nothing was trained yet: look at the model that it starts from" in capsys.readouterr().out
 
 
+def test_half_written_export_is_refused_before_anything_is_trained(run, capsys):
+    file = run.config.paths.weights / "step_2/model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=r"step_2/model\.safetensors is damaged: .*trireme export .*--step 2"):
+        run.replay()
+    assert capsys.readouterr().out == ""
+    file.write_bytes(whole)
+
+
 def test_a_batch_that_is_missing_or_damaged_is_named(run, capsys):
     """A missing one before anything is trained, and the last one too, for its version was confirmed."""
     for step in (STEPS - 1, 2):

@@ -32,6 +32,7 @@ from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import read_spans
 from trireme.monitor.timeline import joined
 from trireme.trainer.parallel.mesh import World, keep_alive
+from trireme.trainer.sft.dataset import SampleFiles
 from trireme.trainer.sft.loop import Sft, train_sft
 from trireme.trainer.sft.prepare_data import prepare_data
 from trireme.trainer.tokenizer import open_tokenizer
@@ -150,6 +151,18 @@ def test_resumed_sft_run_refuses_other_samples(letters, tiny_model, tmp_path):
             train_sft(resumed.model_copy(update=changed))
     train_sft(resumed)
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1]
+
+
+@pytest.mark.parametrize(("data", "shortest"), [("fake", 64), ("fake-of-any-length", 2)])
+def test_made_up_data_are_the_same_when_the_run_is_resumed(data, shortest, tiny_model, tmp_path):
+    config = build_config(tmp_path, tiny_model, Path(data), max_steps=1)
+    train_sft(config)
+    samples = SampleFiles(config.paths.data / "train_0")
+    lengths = [each.tokens.length for each in samples]
+    assert (min(lengths), max(lengths)) == (shortest, 64)
+    assert samples[0].tokens.loss_mask.tolist() == [0] + [1] * (lengths[0] - 1)
+    train_sft(config.model_copy(update={"resume": True, "max_steps": 2}))
+    assert [row["step"] for row in metrics_of(tmp_path)] == [0, 1]
 
 
 def test_a_steps_metrics_are_on_disk_before_its_checkpoint(letters, tiny_model, tmp_path, monkeypatch):

@@ -45,7 +45,9 @@ SENT = PolicySent(**TRANSFER, digests={NORM.name: "9f"}, probe=PROBE, payload=PA
 BATCH = messages.GetBatch(run_id="run", step=3, rank=0, world=2)
 BEAT = messages.Heartbeat(run_id="run", process="trainer", state="running", version=3, waits=["trainer waits 3 s"])
 DONE = messages.Done(run_id="run", version=9)
-REQUESTS: list[Request] = [READY, SENT, BATCH, BEAT, DONE, messages.GetNewest(run_id="run")]
+JOIN = messages.Join("ticket", "http://10.0.0.2:8000", {"vllm": "0.32.0"})
+MEMBERSHIP = [messages.GetTerms(), JOIN, messages.Beat(3, "ticket"), messages.Leave(3, "ticket", at_once=True)]
+REQUESTS: list[Request] = [READY, SENT, BATCH, BEAT, DONE, messages.GetNewest(run_id="run"), *MEMBERSHIP]
 WIRE = messages.WIRE_VERSION
 FIRST = b"%d:1" % WIRE
 SOON_S = 0.1
@@ -257,8 +259,8 @@ STRANGE = [
     ([b"", b"x"], "`VERSION:NUMBER` was expected"),
     ([FIRST, b"\xc1"], f"one of GetNewest, GetBatch, .* in wire version {WIRE}"),
     ([FIRST, encode(Live(version=3))], "Invalid value 'Live'"),
-    ([b"999:1", encode(BATCH)], f"speaks wire version {WIRE}, the trainer 999 .* the same version of Trireme"),
-    ([b"7", encode(BATCH)], f"speaks wire version {WIRE}, the trainer an earlier one"),
+    ([b"999:1", encode(BATCH)], f"speaks wire version {WIRE}, its peer 999 .* the same version of Trireme"),
+    ([b"7", encode(BATCH)], f"speaks wire version {WIRE}, its peer an earlier one"),
 ]
 
 
@@ -474,6 +476,13 @@ def served(tmp_path):
     with serve_status(status, StatusServer(port=port)):
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S, trust_env=False) as client:
             yield status, client
+
+
+@pytest.mark.parametrize(("host", "asked"), [("::", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]")])
+def test_status_server_on_all_interfaces_answers_ipv4_too(tmp_path, host, asked):
+    status, port = Status(RunConfig(output_dir=tmp_path), Waits("orchestrator"), Peers()), free_port()
+    with serve_status(status, StatusServer(host=host, port=port)):
+        assert httpx.get(f"http://{asked}:{port}/status", trust_env=False).json()["state"] == "starting"
 
 
 def test_the_status_server_refuses_what_it_does_not_know_and_goes_on(served):

@@ -69,6 +69,7 @@ class Asked:
     rng: random.Random
     end: int  # the end-of-turn token
     pictures: tuple[Picture, ...] = ()  # in `ids`
+    core: int = 0  # of the engine
 
 
 @dataclass
@@ -77,6 +78,9 @@ class FakeEngine:
     end: int = 2
     answer: Callable[[Asked], list[int]] = answer_at_random
     token_s: float = 0.0  # per token
+    block: int = 0  # tokens of a block of its prefix cache; 0: it has none, and says nothing of it
+    prefill_s: float = 0.0  # per token of a prompt that its cache does not hold, one prompt after the other
+    num_computed: int = 0  # tokens
     delay: Callable[[Asked], Awaitable[None]] | None = None  # before the first token
     refuse: Callable[[Asked], int | None] = lambda asked: None  # an HTTP status instead of an answer
     mangle: Callable[[dict], dict] = lambda response: response
@@ -109,6 +113,8 @@ class FakeEngine:
         self.running = asyncio.Event()
         self.running.set()
         self._at_once = 0
+        self._known: set[tuple[int, int]] = set()  # cores, and beginnings that their caches hold
+        self._prefilling = asyncio.Lock()
         self._epoch = ""
         self._announced: asyncio.Task[dict[str, str]] | None = None
 
@@ -144,12 +150,12 @@ class FakeEngine:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
-        sampling = body["sampling_params"]
+        sampling, core = body["sampling_params"], int(request.headers.get("X-data-parallel-rank", 0))
         if "prompt_logprobs" in sampling:
-            return await self._probe(body | {"core": int(request.headers.get("X-data-parallel-rank", 0))})
+            return await self._probe(body | {"core": core})
         number, (ids, pictures) = len(self.requests), self._expand(body)
         rng = random.Random(str((sampling.get("seed", number), ids, self.version)))
-        asked = Asked(number, ids, sampling, self.version, rng, self.end, tuple(pictures))
+        asked = Asked(number, ids, sampling, self.version, rng, self.end, tuple(pictures), core)
         self.requests.append(asked)
         if self.drop_next > 0:
             self.drop_next -= 1
@@ -176,6 +182,10 @@ class FakeEngine:
     async def _sample(self, asked: Asked) -> dict[str, Any]:
         if self.delay is not None:
             await self.delay(asked)
+        num_cached = self._recall(asked.core, asked.ids)
+        if self.prefill_s:
+            async with self._prefilling:
+                await asyncio.sleep(self.prefill_s * (len(asked.ids) - num_cached))
         ids = self.answer(asked)[: asked.sampling["max_tokens"]]
         spans: list[dict[str, Any]] = []
         logprobs = []
@@ -184,8 +194,11 @@ class FakeEngine:
                 await asyncio.sleep(self.token_s)
             await self.running.wait()
             if not spans or spans[-1]["version"] != self.version_name:
+                # whatever was computed before is forgotten
+                self.num_computed += len(asked.ids) + place if spans else len(asked.ids) - num_cached
                 spans.append({"version": self.version_name, "start": place, "end": place})
             spans[-1]["end"] = place + 1
+            self.num_computed += 1
             logprobs.append({"logprob": logprob_of(token, place, self.version), "token": str(token)})
         choice = {
             "index": 0, "token_ids": ids, "finish_reason": "stop" if ids and ids[-1] == self.end else "length",
@@ -194,7 +207,19 @@ class FakeEngine:
         if self.routes is not None:
             choice["routed_experts"] = self.routes(asked, ids)
         answer = {"request_id": str(asked.number), "choices": [choice], "prompt_logprobs": None}
+        if self.block:
+            self._recall(asked.core, asked.ids + ids)
+            answer["usage"] = {"prompt_tokens_details": {"cached_tokens": num_cached}}
+            answer["prefill_s"] = self.prefill_s * (len(asked.ids) - num_cached)
         return answer | ({"prompt_token_ids": asked.ids} if asked.pictures else {})
+
+    def _recall(self, core: int, ids: list[int]) -> int:
+        """How many tokens of a prompt, in whole blocks, are known; as vLLM, never all. From now on the others are."""
+        ends = range(self.block, len(ids), self.block) if self.block else ()
+        beginnings = [(core, hash(tuple(ids[:end]))) for end in ends]
+        known = next((i for i, each in enumerate(beginnings) if each not in self._known), len(beginnings))
+        self._known.update(beginnings)
+        return known * self.block
 
     async def _probe(self, body: dict) -> web.Response:
         ids, error = body["token_ids"], self.probe_error if body["core"] == self.num_cores - 1 else 0.0
@@ -236,6 +261,7 @@ class FakeEngine:
 
     async def _pause(self, body: dict) -> None:
         self.running.clear()
+        self._known.clear()
 
     async def _resume(self, body: dict) -> None:
         self.running.set()

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ from trireme.base.token import token
 from trireme.cli.command import open_process, run_command
 from trireme.config.load import load_run_config
 from trireme.config.run import RunConfig
+from trireme.launch import joined_engine
+from trireme.launch.plan import Plan
 from trireme.messages import InitInfo, TensorSpec
 
 if TYPE_CHECKING:
@@ -56,6 +59,15 @@ def main() -> None:
     if "--core" in sys.argv:
         sys.argv.remove("--core")
         run_command("inference", core)
+    if "--join" in sys.argv:
+        real = joined_engine.plan
+
+        def scripted(*args: Any) -> Plan:
+            spec = real(*args)["inference"]
+            return {"inference": replace(spec, argv=(sys.executable, __file__, *spec.argv[3:]))}
+
+        joined_engine.plan = scripted  # type: ignore[attr-defined]
+        run_command("inference", joined_engine.join)
     run_command("inference", serve)
 
 

@@ -220,6 +220,7 @@ RICH_FAULTS: dict[str, Fault] = {
     "a step's reward is of no token": (edit(3, add_step_of_no_token), 3, "`token_rewards` for"),
     "a running mean is another": (put(3, "state.baselines.a", 0.125), 3, "state.baselines.a is 0.125"),
     "one should be gone": (change(3, "rules.filters", drop_flawed), 3, "masked is .truncated|dropped for is nothing"),
+    "a group moves too little": (put(3, "rules.advantage_range", (-9.0, 9.0)), 3, "there is little advantage"),
     "a group says too little": (put(3, "rules.least_variance", 100.0), 3, "is trained, and there is little signal"),
     "a score is another": (change(3, "state.scores.a.means", change_first_mean), 3, r"state.scores.a.means\[0\] is"),
 }

@@ -161,6 +161,10 @@ class WholeRun:
                 assert not self._driving.done(), f"the run ended before {what}"
                 await asyncio.sleep(0.005)
 
+    async def over(self) -> None:
+        """Wait until the orchestrator has ended, in whatever way."""
+        await asyncio.wait([self._driving])
+
     async def ask(self, questions: Callable[[FakeTrainer], Any]) -> Any:
         def put() -> Any:
             asker = FakeTrainer(self.config, self.engine.wire)

@@ -128,7 +128,7 @@ def test_each_process_may_have_its_file_and_any_table():
         ("--trainer.ckpt.resume_step=-1", "trainer.ckpt.resume_step", -1),
         ("--trainer.ckpt.resume-step -1", "trainer.ckpt.resume_step", -1),
         # tables that are off by default
-        ("--trainer.model.lora.rank 8", "trainer.model.lora.alpha", 16),
+        ("--trainer.model.lora.rank 8", "trainer.model.lora.alpha", 32),
         ("--trainer.model.ac", "trainer.model.ac.freq", 1),
         ("--wandb.project P --no-wandb", "wandb", None),
         ("--wandb.project P --wandb none", "wandb", None),

@@ -112,7 +112,7 @@ def test_process_started_alone_refuses_the_folder_of_an_earlier_run(earlier, pro
         ("fine_tuned", {"seed": 5}, r"`seed` = 5 - expected 0"),
         ("fine_tuned", LORA, r"trains the whole model.*\[model.lora\]"),
         ("adapted", {"model.lora": None}, r"adapters \(`model.lora.rank = 4`\).*these only.*--model.lora.rank 4"),
-        ("adapted", {"model.lora.alpha": 64.0}, r"`model.lora.alpha` = 64.0 - expected 16.0"),
+        ("adapted", {"model.lora.alpha": 64.0}, r"`model.lora.alpha` = 64.0 - expected 32.0"),
         ("adapted", {"model.lora.rank": 8, "model.lora.use_rslora": True}, r"rank` = 8, .*true - expected 4, false"),
         ("adapted", {"model.lora.target_modules": ("q_proj",)}, r"target_modules"),
         ("ahead", {"trainer.model.optimization_dtype": "bfloat16"}, r"step 3, and steps 3 to 4 .*resume-step 3"),

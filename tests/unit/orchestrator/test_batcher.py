@@ -64,8 +64,16 @@ def group_of(number: int, fate: str) -> Group:
 @dataclass
 class Queue:
     groups: list[Group]
+    size: int
     num_accepted: int = 0
     refused: list[str] = field(default_factory=list)
+
+    @property
+    def is_filled(self) -> bool:
+        return self.num_accepted >= self.size
+
+    def accept(self, group: Group) -> None:
+        self.num_accepted += len(group.rollouts)
 
     async def next_group(self) -> Group:
         return self.groups.pop(0)
@@ -75,7 +83,7 @@ class Queue:
 
 
 def fill(config: RunConfig, groups: list[Group], state: State | None = None) -> tuple[Filled, Queue]:
-    queue = Queue(list(groups))
+    queue = Queue(list(groups), config.orchestrator.batch_size)
     return asyncio.run(Batcher(config, queue, state or State()).fill(STEP)), queue  # type: ignore[arg-type]
 
 
@@ -128,6 +136,17 @@ def test_whole_groups_fill_a_batch_until_it_is_reached():
     assert [each.masked for each in filled.rollouts] == [None] * 5 + ["zero_advantage"] * 2
 
 
+@pytest.mark.parametrize(("high", "is_dropped"), [(0.04, True), (0.03, False)])
+def test_group_without_an_advantage_outside_the_range_is_replaced(high: float, is_dropped: bool):
+    """Rewards of 0.5, 0.5 and 0.55 are advantages of -0.0167, -0.0167 and 0.0333."""
+    groups = [group_of(0, "nearly flat"), group_of(1, "good"), group_of(2, "good")]
+    filled, _ = fill(config := config_of(buffer={"advantage_range": [-0.02, high]}), groups)
+    assert {rollout.group for rollout in filled.rollouts} == ({1, 2} if is_dropped else {0, 1})
+    found = batch_metrics(STEP, filled.rollouts, filled.dropped, config=config)
+    assert found.get("rollouts/dropped/little_advantage", 0) == SIZE * is_dropped
+    assert found["groups/signal_frac"] == (2 / 3 if is_dropped else 1)
+
+
 def test_flawed_rollouts_are_counted_or_masked_as_configured(caplog):
     filled, queue = fill(config_of(), list(map(group_of, range(4), ["given up", "stale", "flat", "truncated"])))
     assert (queue.groups, {rollout.group for rollout in filled.rollouts}) == ([], {2, 3})
@@ -158,9 +177,9 @@ def under(prefix: str, **numbers: float) -> dict[str, float]:
 
 CUT = {"truncated": True, "flaws": ["truncated"], "masked": "truncated"}
 ROLLOUTS = [
-    rollout(1, 1.0, [5, 5], num_turns=1, metrics={"format": 1.0}),
-    rollout(1, 0.0, [5, 4], num_turns=3, metrics={"format": 0.0}, **CUT),
-    rollout(2, 1.0, [3], env="b"),
+    rollout(1, 1.0, [5, 5], num_turns=1, num_computed=6, metrics={"format": 1.0}),
+    rollout(1, 0.0, [5, 4], num_turns=3, num_computed=4, metrics={"format": 0.0}, **CUT),
+    rollout(2, 1.0, [3], env="b", num_computed=6),  # the other one's engine does not count
     rollout(2, 1.0, [3, 3, 2], env="b", flaws=["zero_advantage"], metrics={"format": 0.25}),
 ]
 DROPPED = [
@@ -175,13 +194,16 @@ def test_the_metrics_of_a_batch_by_hand():
     lags = [0, 0, 0, 1, 2, 2, 2, 3]
     of_a = {"solve_none": 0, "solve_all": 0, "tokens_mean": 2.0, "truncated_frac": 0.5, "turns_mean": 2.0}
     of_b = {"solve_none": 0, "solve_all": 1, "tokens_mean": 2.0, "truncated_frac": 0}  # its turns were not counted
+    # rollouts of two prompt tokens and one id for what is sampled: two of four tokens are one, and one of three
+    of_a, of_b = of_a | {"tokens_computed_frac": 10 / 4}, of_b | {"tokens_computed_frac": 6 / 3}
     of_a |= {"rollouts": 2, "lag_mean": 0.25, "masked_frac": 0.5}
     of_b |= {"rollouts": 2, "lag_mean": 2.25, "masked_frac": 0.0}
     assert found == pytest.approx(
         under("reward", mean=0.75, std=np.sqrt(3) / 4, min=0.0, max=1.0, group_std=0.25)  # of groups: 0.5 and 0
         | under("lag", mean=np.mean(lags), max=3, beyond_frac=4 / 8)  # beyond the step that generation runs ahead
         | under("tokens", completion_mean=2.0, completion_max=3, total=4 * 2 + 8)
-        | {"truncated_frac": 0.25, "turns/mean": 2.0, "groups/signal_frac": 1 / 3}  # of groups 1, 2 and 3
+        | {"truncated_frac": 0.25, "turns/mean": 2.0, "perf/tokens_computed_frac": 16 / 7}
+        | {"groups/signal_frac": 1 / 3}  # of groups 1, 2 and 3
         | under("rollouts", trained=3, with_signal=3, dropped=4, error_rate=2 / 8, rewritten=0)
         | under("rollouts/dropped", no_signal=2, score=1, timeout=1)
         | under("filters", truncated_frac=0.25, repetition_frac=0, gibberish_frac=0, zero_advantage_frac=0.25)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LinearLR, SequentialLR
 
 from support.models import tiny
 from trireme.base.errors import ConfigError, NotFinite
@@ -254,6 +255,23 @@ def test_schedules_by_hand(kind, settings, expected):
     assert found == pytest.approx(expected)
     beyond = lr_factor(last + 90, Optimizer(lr=1.0), scheduler, max_steps=last)
     assert beyond == (1.0 if kind == "constant" else settings.get("min_lr", 0.0))
+
+
+@pytest.mark.parametrize(("warmup", "decay", "steps"), [(10, 10, 30), (2, 8, 12), (5, 3, 9)])
+def test_wsd_is_within_one_step_of_the_linear_schedule_of_prime_rl(warmup, decay, steps):
+    """Torch's own schedulers, put together as prime-rl does: the first step's rate is 0 there, and the last one's."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    ends = [(1e-8, 1.0, warmup), (1.0, 1.0, steps - warmup - decay), (1.0, 1e-8, decay - 1)]
+    parts = [LinearLR(optimizer, start_factor=a, end_factor=b, total_iters=n) for a, b, n in ends]
+    theirs = SequentialLR(optimizer, parts, milestones=[warmup, steps - decay])
+    scheduler = Scheduler(type="wsd", warmup_steps=warmup, decay_steps=decay)
+
+    for step in range(steps):
+        ours = lr_factor(step, Optimizer(lr=1.0), scheduler, max_steps=steps)
+        one_step = 1 / warmup if step < warmup else 1 / decay if step >= steps - decay else 0.0
+        assert theirs.get_last_lr()[0] == pytest.approx(ours, abs=one_step + 1e-6)
+        optimizer.step()
+        theirs.step()
 
 
 def test_a_tenth_of_the_run_is_decay_unless_configured():

@@ -37,7 +37,25 @@ def test_flops_count_only_matrices_that_a_token_meets(tiny_model):
     assert flops_per_token(model, mean_length=100.0) == 6 * matrices + 6 * 2 * width * 100
 
 
-@pytest.mark.parametrize(("kind", "more"), [("qwen3", {}), ("qwen3_moe", EXPERTS)])
+WINDOWED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("length", [24.0, 300.0])
+def test_a_window_bounds_the_attention_that_is_counted(length):
+    """One of two layers looks at 16 tokens at most, where a token has half of its sample before it on average."""
+    whole, windowed = (
+        flops_per_token(built("gemma3_text", **WINDOWED | more), length)
+        for more in (
+            {"layer_types": ["full_attention"] * 2},
+            {},
+        )
+    )
+    assert whole - windowed == 3 * 4 * 4 * 32 * max(0.0, length / 2 - 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("qwen3", {}), ("qwen3_moe", EXPERTS), ("gemma3_text", WINDOWED), ("mistral", WINDOWED)]
+)
 def test_the_plan_and_the_trainer_count_the_same_work(kind, more):
     planned = model_flops(architecture_of({"model_type": kind, **SIZES, **more}), 300.0)
     assert planned == flops_per_token(built(kind, **more), 300.0)

@@ -259,7 +259,7 @@ def test_a_step_clips_the_norm_of_the_whole_gradient(tiny_model, world):
     for name, parameter in model.named_parameters():
         parameter.grad = torch.zeros_like(parameter)
         parameter.grad.to_local().copy_(gradient[name])
-    optimizer = build_optimizer(model, Optimizer(type="sgd", lr=1.0, betas=(0.0, 0.0)))
+    optimizer = build_optimizer(model, Optimizer(type="sgd", lr=1.0, weight_decay=0, betas=(0.0, 0.0)))
     metrics = update(model, optimizer, max_norm=norm / 10)
     assert metrics == {"skipped_update": 0, "grad_norm": pytest.approx(norm, rel=1e-5)}
     moved = {name: before[name] - tensor for name, tensor in tiny.weights_of(model).items()}

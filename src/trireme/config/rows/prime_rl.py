@@ -23,6 +23,10 @@ BITS = (
     "the trainer computes in bfloat16 or float32. Engines alone hold fewer bits, by "
     '`inference.args = { quantization = "fp8_per_block" }`. Remove it.'
 )
+FAKE_BATCHES = (
+    "batches come from the orchestrator. `sft --data fake` trains the same model on made-up data, to try speed and "
+    "memory; `trainer.try_step = true` tries the largest step before the first batch. Remove it."
+)
 UNDER_WAY = "`orchestrator.max_concurrent` bounds the requests under way"
 
 TRAINER = (
@@ -71,6 +75,7 @@ TRAINER = (
     Row("trainer.optim.epsilon", "trainer.optim.eps"),
     Row("trainer.optim.max_norm", rules.set_max_norm),
     Row("trainer.scheduler.type", rules.set_schedule),
+    Row("trainer.scheduler.decay_steps", rules.set_decay),
     Row("trainer.loss.type", losses.set_loss),
     Row("trainer.loss.ratio_low", losses.set_bound("low")),
     Row("trainer.loss.ratio_high", losses.set_bound("high")),
@@ -83,6 +88,7 @@ TRAINER = (
     Row("trainer.loss.mask_ratio_low", "trainer.loss.ratio_low"),
     Row("trainer.loss.mask_ratio_high", "trainer.loss.ratio_high"),
     refused("trainer.data", "batches come from the orchestrator. Remove it."),
+    refused("trainer.data.fake", FAKE_BATCHES),
     Row("trainer.enable_router_replay", "trainer.model.moe.router_replay"),
     Row("trainer.dist_timeout_seconds", "trainer.batch_timeout_s"),
     Row("trainer.matmul_precision", None, "products of float32 are computed whole"),

@@ -19,6 +19,7 @@ from trireme.config.rows.prime_rl import (
 )
 from trireme.config.rows.rules import HARDWARE, on_gpus, only
 from trireme.config.rows.sources import set_count
+from trireme.config.sft import FAKE, FAKE_OF_ANY_LENGTH
 from trireme.config.translation import Refused, Row, Settings, refused, value_at
 
 
@@ -53,13 +54,11 @@ def set_roles(mask: dict[str, bool], table: dict[str, Any]) -> Settings:
     return {"loss_on": [role for role, trains in (usual | mask).items() if trains]}
 
 
-def check_type(kind: str, table: dict[str, Any]) -> str:
-    if kind == "fake":
-        raise Refused(
-            "there are no made-up data here. `trireme plan` tells the memory of a run, and a .py file with "
-            "`conversations()` makes any data: `--data FILE.py`."
-        )
-    return "conversations"
+def set_type(kind: str, table: dict[str, Any]) -> Settings | str:
+    if kind != "fake":
+        return "conversations"
+    varies = value_at(table, ("data", "length")) == "variable"
+    return {"data": FAKE_OF_ANY_LENGTH if varies else FAKE}
 
 
 ENGINE = "one engine evaluates, on the GPU after those of the ranks; without one it shares the last"
@@ -68,7 +67,9 @@ DATA = (
     Row("data.path", "data"),
     Row("data.file", "data"),
     Row("data.name", set_sources),
-    Row("data.type", check_type),
+    Row("data.type", set_type),
+    Row("data.length", None, "in `data.type`"),
+    Row("data.input_ids", None, "tokens are random"),
     Row("data.seq_len", "seq_len"),
     Row("data.batch_size", "batch_size"),
     Row("data.micro_batch_size", set_rows, "samples of full length"),
@@ -133,12 +134,11 @@ PRIME_RL_EVALS = (
     Row("eval.client", None, NO_MATTER),
     Row("eval.concurrency.max_inflight", "max_concurrent"),
     Row("eval.concurrency", None, "`max_concurrent` bounds the rollouts under way"),
-    Row("eval.interval", None, "`steps` names those to evaluate"),
+    *(Row(f"{above}.interval", None, "`steps` names those to evaluate") for above in ("eval", "env[]")),
+    Row("env[].skip_first_step", None, "`eval_base` says whether step 0 is evaluated"),
     Row("eval.env_server_base_port", None, "workers of environments need no ports"),
     Row("eval.sampling", "sampling"),
-    Row("env[].rollouts_per_example", "rollouts_per_example"),
-    Row("env[].group_size", "rollouts_per_example"),
-    Row("env[].num_examples", set_count("num_examples")),
+    Row("env[].num_examples", set_count("env[].num_examples", "num_examples")),
     Row("eval.group_size", "rollouts_per_example"),
     Row("eval.num_examples", set_count("num_examples")),
     Row("num_examples", set_count("num_examples")),

@@ -175,11 +175,36 @@ def set_max_norm(value: Any, table: dict[str, Any]) -> Settings:
     return {"trainer.optim.max_norm": "inf" if is_off(value) else value}
 
 
-def set_schedule(value: str, table: dict[str, Any]) -> Settings:
-    """prime-rl's `linear` stays, then falls over the last `decay_steps`: our `wsd`. Ours falls from the first step."""
-    scheduler = value_of(table, "trainer", "scheduler")
-    is_theirs = value == "linear" and "decay_steps" in scheduler
-    return {"trainer.scheduler.type": "wsd" if is_theirs else value}
+def is_theirs(table: dict[str, Any]) -> bool:
+    """Return whether a file has a table that no file of ours has."""
+    paths = (("orchestrator", "train"), ("orchestrator", "group_size"), ("deployment",), ("monitors",))
+    # `data` is no table here, and `ckpt` one of `trainer`, whose tables `sft` has at its top.
+    is_rl = "trainer" in table or "orchestrator" in table
+    return (
+        any(value_at(table, path) is not None for path in paths)
+        or isinstance(table.get("data"), dict)
+        or (is_rl and "ckpt" in table)
+    )
+
+
+def set_schedule(kind: str, table: dict[str, Any]) -> Settings:
+    """prime-rl's `linear` rises, stays, then falls over the last `decay_steps`: our `wsd`. Ours falls from the top.
+
+    Both take 10 steps there if a file gives no number.
+    """
+    scheduler, theirs = value_of(table, "trainer", "scheduler"), is_theirs(table)
+    made: Settings = {"trainer.scheduler.type": kind}
+    if kind == "linear" and (theirs or "decay_steps" in scheduler):
+        made = {"trainer.scheduler.type": "wsd" if scheduler.get("decay_steps", 10) else "constant"}
+        if "decay_steps" not in scheduler:
+            made["trainer.scheduler.decay_steps"] = 10
+    if theirs and kind != "constant" and "warmup_steps" not in scheduler:
+        made["trainer.scheduler.warmup_steps"] = 10
+    return made
+
+
+def set_decay(steps: int, table: dict[str, Any]) -> Settings | str:
+    return {"trainer.scheduler.decay_steps": steps} if steps else "the rate stays after the warm-up"
 
 
 # checkpoints

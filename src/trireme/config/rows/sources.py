@@ -181,14 +181,15 @@ def set_curriculum(above: str) -> Rule:
     def rule(curriculum: dict[str, Any], table: dict[str, Any]) -> Settings | str:
         settings: Settings = {}
         for gate in curriculum.get("gates", {}).values():
-            if gate.get("type", "advantage_range") != "advantage_range" or any(
-                gate.get(end, 0.0) != 0 for end in ("reject_min", "reject_max")
+            rejected = [gate.get("reject_min", 0.0), gate.get("reject_max", 0.0)]
+            if gate.get("type", "advantage_range") != "advantage_range" or (
+                settings.get(key := f"{above}.buffer.advantage_range", rejected) != rejected and any(rejected)
             ):
                 raise Refused(
-                    "expected a gate that rejects groups without any advantage (`reject_min` and `reject_max` 0). The "
-                    "nearest is `buffer.use_difficulty_filtering` with a `difficulty_threshold`, a least variance."
+                    "expected gates of type advantage_range, one with ends other than 0. The nearest is "
+                    "`buffer.use_difficulty_filtering` with a `difficulty_threshold`, a least variance."
                 )
-            settings[f"{above}.buffer.online_difficulty_filtering"] = True
+            settings |= {key: rejected} if any(rejected) else {f"{above}.buffer.online_difficulty_filtering": True}
 
         sampler = curriculum.get("sampler", {})
         if sampler.get("type", "standard") == "difficulty_pool":
@@ -243,7 +244,14 @@ def set_eval_rollouts(above: str) -> Rule:
     default gives them there."""
 
     def rule(count: int, table: dict[str, Any]) -> Settings:
-        given = [value_at(table, tuple(key.split("."))) for key in ("orchestrator.eval.sampling", "eval.sampling")]
+        evals = [value_at(table, path, {}) for path in (("orchestrator", "eval"), ("eval",), ())]
+        given = [each.get("sampling") for each in evals if isinstance(each, dict)]
+        # Of a source, its own table counts too. A rule does not see which one it is called for, but how many it asks.
+        sources = [
+            one for each in evals if isinstance(each, dict) for one in each.get("source") or each.get("env") or ()
+        ]
+        counts = {"group_size", "rollouts_per_example"}
+        given += [one.get("sampling") for one in sources if count in [one.get(key) for key in counts]] * ("[]" in above)
         is_cold = count > 1 and not any(isinstance(each, dict) and "temperature" in each for each in given)
         temperature = {f"{above}.sampling.temperature": 1.0} if is_cold else {}
         return {f"{above}.rollouts_per_example": count} | temperature

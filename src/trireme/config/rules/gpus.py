@@ -26,7 +26,7 @@ def gpu_problems(config: RunConfig, devices: Devices, section: ProcessName | Non
         return
 
     # The GPUs must be there, and must not be shared in a way that the transport cannot serve.
-    for side in starting:
+    for side in starting if config.hosts.inference else starting.keys() - {"inference"}:
         # On a machine without GPUs, one message is enough for both sides.
         if devices.gpus or side == "inference" or not config.inference_gpu_ids:
             yield from _missing_gpus(config, devices, side, sides[side])

@@ -21,7 +21,7 @@ def host_problems(config: RunConfig) -> Iterator[str]:
 
     # Each address by itself, then the servers by their whole URLs, of which no two may be equal.
     for key, addresses in tables.items():
-        if not addresses:
+        if not addresses and key != "hosts.inference":  # engines may join later
             yield f"`{key}` is empty - expected at least one address. Remove the line, or name a machine."
         for address in addresses:
             if problem := _address_problem(address, with_port=key == "hosts.inference"):
@@ -93,7 +93,7 @@ def token_problems(config: RunConfig) -> Iterator[str]:
 def processes_elsewhere(config: RunConfig) -> Iterator[str]:
     """Yield a problem if `rl`, which starts every process on this machine, would have to start one elsewhere."""
     hosts = config.hosts
-    is_one_of_each = len(hosts.inference) == len(hosts.trainer) == 1
+    is_one_of_each = len(hosts.inference) <= 1 == len(hosts.trainer)
     if is_one_of_each and all(is_loopback(host) or is_here(host) for host in hosts.all):
         return
     commands = [f"uv run {name} @ FILE   # on {', '.join(places)}" for name, places in hosts.by_process.items()]

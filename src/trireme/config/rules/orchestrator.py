@@ -12,6 +12,9 @@ from trireme.config.rules.sampling import environment_template_kwargs, sampling_
 NEEDS_SIBLINGS = {"group_mean", "group_mean_std", "leave_one_out", "max_rl", "group_batch"}
 """Advantages that compare a rollout with others of its group."""
 
+OF_A_GROUP = {"group_mean", "group_mean_std", "leave_one_out", "max_rl", "hierarchical_grpo", "none"}
+"""Advantages that a group has whatever else is in its batch."""
+
 
 def orchestrator_problems(config: OrchestratorConfig, *, longest: int) -> Iterator[str]:
     """Yield what is wrong with `[orchestrator]`.
@@ -79,6 +82,16 @@ def _group_problems(config: OrchestratorConfig) -> Iterator[str]:
     """Yield why whole groups cannot fill a batch."""
     batch, sizes = config.batch_size, {name: own.rollouts_per_example for name, own in config.sources.items()}
     group = next(iter(sizes.values()), config.rollouts_per_example)
+
+    # Tokens fill a batch with whole groups of any size.
+    if (batch is None) == (config.token_batch_size is None):
+        yield (
+            f"orchestrator.batch_size = {batch or 'none'} and token_batch_size = {config.token_batch_size or 'none'} - "
+            "expected one of the two: a batch ends with so many rollouts, or with so many tokens. Remove one; over a "
+            "file that has it, `--orchestrator.batch-size none`."
+        )
+    if batch is None:
+        return
 
     # Groups of one size fill a batch to the rollout. Of different sizes, the last one may be more than was missing.
     if len(set(sizes.values())) > 1:
@@ -254,6 +267,17 @@ def _advantage_problems(config: OrchestratorConfig) -> Iterator[str]:
             f'{list(advantage.episode_agents)} - expected `type = "hierarchical_grpo"` and the agents that are '
             'compared within one rollout, or neither. Add `episode_agents = ["solver"]`, or remove the line.'
         )
+
+    # The range is applied to each group as it ends.
+    if (rejected := config.buffer.advantage_range) is not None:
+        if advantage.type not in OF_A_GROUP:
+            yield (
+                f'orchestrator.buffer.advantage_range with orchestrator.advantage.type = "{advantage.type}" - expected '
+                "an advantage that is known before the batch is full. Remove the range, or take one of "
+                f"{', '.join(sorted(OF_A_GROUP))}."
+            )
+        if not rejected[0] <= rejected[1]:
+            yield f"orchestrator.buffer.advantage_range = {list(rejected)} - expected the lower end first. Swap them."
 
     clip = advantage.reward_clip
     if clip is not None and not clip[0] < clip[1]:  # NaN too

@@ -7,6 +7,8 @@ retried once the engine, or its successor, is there.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -54,15 +56,14 @@ def words_of(answer: bytes) -> str:
 
 
 @asynccontextmanager
-async def open_engine_session(urls: list[str], *, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
+async def open_engine_session(*, timeout_s: float) -> AsyncIterator[aiohttp.ClientSession]:
     """Open a session with the run's token, whose connections to other machines do not outlive a cut cable.
 
     A whole request has `timeout_s`, unless it sets another timeout.
     """
-    is_far = not all(is_loopback(urlsplit(url).hostname or "") for url in urls)
     connector = aiohttp.TCPConnector(
         limit=0,  # the pool's `max_concurrent` is one
-        socket_factory=watched_socket if is_far else None,
+        socket_factory=watched_socket,
         keepalive_timeout=KEEP_IDLE_S,
     )
     async with aiohttp.ClientSession(
@@ -72,6 +73,19 @@ async def open_engine_session(urls: list[str], *, timeout_s: float) -> AsyncIter
         auto_decompress=False,  # an answer is bounded as it is sent
     ) as session:
         yield session
+
+
+@dataclass
+class Member:
+    """An engine's membership in a run that it joined."""
+
+    id: int  # never given twice in a run
+    ticket: str  # the secret of its registration
+    facts: dict[str, str]  # those of `config/engine_facts.py`
+    since: float = field(default_factory=time.time)
+    heard: float = field(default_factory=time.monotonic)  # its last sign of life
+    has_beaten: bool = False  # so it knows that it is a member
+    keeper: asyncio.Task[None] | None = None  # follows its state
 
 
 @dataclass
@@ -85,16 +99,34 @@ class Engine:
     num_workers: int = 1  # ranks in the weight group
     num_cores: int = 1  # engine cores, one for each data-parallel replica, each with its share of the workers
     in_flight: int = 0
+    in_flight_by_core: Counter[int] = field(default_factory=Counter)
     most_in_flight: int = 0  # since the batch before
+    num_prompt: int = 0  # tokens of all prompts whose answers say how many of them were in the prefix cache
+    num_cached: int = 0  # tokens of them that were
     receives: int | None = None  # version that it is being given
     is_paused: bool = False  # for that version: its requests are frozen
     life: int = 0  # counts up each time that it comes up
+    member: Member | None = None  # given if it joined the run (`joined.py`); engines of `hosts.inference` did not
+    is_confirmed: bool = False  # it has been live
+    is_leaving: bool = False  # it gets no new requests and no new weights
+    num_failures: int = 0  # transfers in a row that failed with it
+    limits: set[asyncio.Timeout] = field(default_factory=set)  # timeouts of its requests, by which they are ended
     suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or may have been replaced
 
     @property
     def has_few(self) -> bool:
         """Less than half of the requests that it had: the last ones of a batch leave most of its slots empty."""
         return 2 * self.in_flight < self.most_in_flight
+
+    @property
+    def prefix_hit_frac(self) -> float | None:
+        """Share of prompts' tokens that were in the prefix cache; None before an answer tells."""
+        return self.num_cached / self.num_prompt if self.num_prompt else None
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Return whether it joined the run and has yet to show that it holds the right weights."""
+        return self.member is not None and not self.is_confirmed
 
     # requests
 

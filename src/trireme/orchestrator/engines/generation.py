@@ -41,6 +41,8 @@ def read_turn(
     num_top: int = 0,
     experts: ExpertShape | None = None,
     num_computed: int = 0,
+    num_prompt: int = 0,
+    num_cached: int | None = None,
 ) -> Turn:
     """Build a turn from an answer that was checked.
 
@@ -50,6 +52,8 @@ def read_turn(
         num_top: likeliest tokens of each place whose logprobs are kept; with 0, none are.
         experts: of the model; None if the engine does not have to report which of them it used.
         num_computed: tokens of the prompt for which it has to.
+        num_prompt: tokens of the prompt.
+        num_cached: of them, tokens that the engine found in its prefix cache; None if it does not say.
 
     Raises:
         BadAnswer: what the engine reports makes no sense.
@@ -66,6 +70,12 @@ def read_turn(
         raise Unconfirmed("it was aborted in the engine")
 
     routes = routes_of(choice, num_prompt=num_computed, shape=experts) if experts else None
+
+    # An update empties the cache, so the engine computes again what it had read and sampled. It does so too if it
+    # has to make room for other requests, which no answer tells.
+    cuts = [span.start for span in spans if 0 < span.start < span.end]
+    again = sum(num_prompt + start for start in cuts)
+    computed = None if num_cached is None else max(0, num_prompt - num_cached) + len(choice.token_ids) + again
     return Turn(
         ids=choice.token_ids,
         logprobs=[entry.logprob for entry in choice.logprobs.content],
@@ -76,6 +86,7 @@ def read_turn(
         top_logprobs=top_logprobs_of(choice, num_top, vocab_size=vocab_size) if num_top else None,
         routes=routes,
         routes_shape=() if routes is None else routes.shape,
+        num_computed=computed,
     )
 
 

@@ -25,14 +25,20 @@ Admit = Callable[[Engine], Awaitable[bool]]
 
 
 async def keep_engines(pool: InferencePool, admit: Admit, start_timeout_s: float) -> None:
-    """Follow the state of each engine until cancelled. Raises: DeadlineExceeded if one did not come up (again)."""
+    """Follow the state of each engine of `hosts.inference` until cancelled.
+
+    Raises: DeadlineExceeded if one did not come up (again).
+    """
     async with asyncio.TaskGroup() as keepers:
-        for engine in pool.engines:
-            keepers.create_task(_keep(pool, engine, admit, start_timeout_s))
+        for engine in [each for each in pool.engines if each.member is None]:
+            keepers.create_task(keep_engine(pool, engine, admit, start_timeout_s))
 
 
-async def _keep(pool: InferencePool, engine: Engine, admit: Admit, start_timeout_s: float) -> None:
-    """Produces the engine's state; waits for the clock, or for a request that the engine dropped."""
+async def keep_engine(pool: InferencePool, engine: Engine, admit: Admit, start_timeout_s: float) -> None:
+    """Produces the engine's state; waits for the clock, or for a request that the engine dropped.
+
+    Raises: DeadlineExceeded if it did not come up (again), and the run cannot do without it or it has just joined.
+    """
     while True:
         if not await _until_up(pool, engine, admit, start_timeout_s):
             engine.state = "quarantined"
@@ -61,8 +67,11 @@ async def _until_up(pool: InferencePool, engine: Engine, admit: Admit, deadline_
                 except PeerDied as error:
                     wait.note = str(error)
                     rate_limited.warning("%s came up and went: %s", engine.url, error)
-            if pool.is_missed(engine) or not pool.reachable():  # an engine that the others make up for may stay away
+            # an engine that the others make up for may stay away; one that joined is replaced by another that joins
+            if engine.member or pool.is_missed(engine) or not pool.reachable():
                 wait.check()
+            else:
+                wait.restart_deadline()
             await asyncio.sleep(POLL_S)
 
 

@@ -1,4 +1,4 @@
-"""The engines of a run: which may be asked, and a request to the least busy of them, retried until it is answered.
+"""The engines of a run: which may be asked, and a request to one of them, retried until it is answered.
 
 An engine is quarantined until it has confirmed the current policy version, and a request waits rather than be answered
 by unconfirmed weights. A request that an engine drops (it died, or was restarted) is retried with another engine, or
@@ -31,7 +31,15 @@ from trireme.base.waiting import Waits
 from trireme.config.sampling import is_cut
 from trireme.journal.model_turn import Turn
 from trireme.messages import Picture
-from trireme.orchestrator.engines.engine import LARGEST_ANSWER, REQUEST_ERRORS, Engine, open_engine_session, words_of
+from trireme.orchestrator.engines.affinity import Affinity, Place, prefix_hashes
+from trireme.orchestrator.engines.engine import (
+    LARGEST_ANSWER,
+    REQUEST_ERRORS,
+    Engine,
+    Member,
+    open_engine_session,
+    words_of,
+)
 from trireme.orchestrator.engines.expert_routes import ExpertShape
 from trireme.orchestrator.engines.generation import Unconfirmed, largest_answer, read_turn
 from trireme.orchestrator.engines.responses import (
@@ -72,6 +80,7 @@ class InferencePool:
     """All engines of the run."""
 
     engines: list[Engine]
+    session: aiohttp.ClientSession
     waits: Waits
     max_model_len: int
     timeout_s: float
@@ -82,8 +91,11 @@ class InferencePool:
     experts: ExpertShape | None = None  # sizes of the model, if engines report which experts they use (router replay)
     keeps_top_logprobs: bool = False  # turns have the logprobs of the likeliest tokens, for the loss
     shares_prefixes: bool = True  # engines may reuse a prompt's beginning from an earlier request
+    affinity: Affinity = field(default_factory=Affinity)
     # called when the state of an engine, or whether it has (few) requests, changes
     watch: Callable[[Engine], None] = lambda engine: None
+    # called to send an engine away that joined, with the reason
+    expel: Callable[[Engine, str], None] = lambda engine, reason: None
     is_begun: bool = False  # the run has a confirmed version: from then on, engines may stay away for long
     live: asyncio.Event = field(default_factory=asyncio.Event)  # set when some engine may be asked, or has gone live
     num_requests: int = 0
@@ -102,7 +114,7 @@ class InferencePool:
         content_parts: Sequence[dict[str, str]] = (),
         routes_from: int | None = None,
     ) -> Turn:
-        """Generate one turn with the live engine that has the fewest requests.
+        """Generate one turn with the live engine that will answer it soonest (`affinity`).
 
         Args:
             pictures: in `ids`.
@@ -140,9 +152,15 @@ class InferencePool:
             num_prompt=len(ids), max_tokens=max_tokens, num_kept=params["logprobs"], experts=self.experts
         )
 
-        async def ask(engine: Engine) -> Turn:
-            life = engine.life
-            response = await self.post_generate(engine, body, max_bytes=max_bytes)
+        # With one core there is nothing to choose.
+        has_choice = len(self.engines) != 1 or self.engines[0].num_cores > 1
+        hashes = prefix_hashes(ids) if self.shares_prefixes and has_choice else []
+
+        async def ask(place: Place) -> Turn:
+            engine, life = place.engine, place.engine.life
+            began, load = time.monotonic(), self.affinity.send(place, hashes) if has_choice else 1
+            response = await self.post_generate(engine, body, max_bytes=max_bytes, core=place.core)
+            seconds = time.monotonic() - began
             if pictures:
                 check_prompt(response, ids)
             choice = choice_of(response, max_tokens=max_tokens, vocab_size=self.vocab_size)
@@ -153,7 +171,7 @@ class InferencePool:
                 await self.live.wait()
             if engine.life != life or engine.state != "live":
                 raise Unconfirmed("the engine died before it had confirmed the weights that this answer came from")
-            return read_turn(
+            turn = read_turn(
                 choice,
                 newest=engine.version or 0,
                 vocab_size=self.vocab_size,
@@ -161,10 +179,19 @@ class InferencePool:
                 num_top=params["logprobs"] if self.keeps_top_logprobs else 0,
                 experts=None if routes_from is None else self.experts,
                 num_computed=len(ids) - (routes_from or 0),
+                num_prompt=len(ids),
+                num_cached=response.num_cached,
             )
 
+            if response.num_cached is not None:
+                engine.num_prompt += len(ids)
+                engine.num_cached += response.num_cached
+            if has_choice:
+                self.affinity.learn(place, hashes, ids, turn, response, seconds=seconds, load=load)
+            return turn
+
         async with self.slots:
-            turn = await self._retry(ask)
+            turn = await self._retry(ask, hashes, len(ids))
 
         # vLLM says `length` for both limits.
         if turn.finish_reason == "length" and len(turn.ids) >= max_tokens:
@@ -184,7 +211,8 @@ class InferencePool:
         """
         data = msgspec.json.encode(body)
 
-        async def ask(engine: Engine) -> ParsedMessage:
+        async def ask(place: Place) -> ParsedMessage:
+            engine = place.engine
             status, answer = await engine.request("v1/chat/completions/derender", data, timeout=self.request_timeout)
             if status >= 400:
                 raise ValueError(f"The engine could not parse a turn ({status}): {words_of(answer)}")
@@ -193,13 +221,13 @@ class InferencePool:
         return await self._retry(ask)
 
     async def score(self, ids: list[int]) -> list[float]:
-        """Return [T - 1] logprobs of a prompt by the least busy live engine. Raises: as `generate`."""
+        """Return [T - 1] logprobs of a prompt by a live engine. Raises: as `generate`."""
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": OF_PROMPT} | self._model())
 
-        async def ask(engine: Engine) -> list[float]:
-            return prompt_logprobs_of(await self.post_generate(engine, body), ids)
+        async def ask(place: Place) -> list[float]:
+            return prompt_logprobs_of(await self.post_generate(place.engine, body, core=place.core), ids)
 
-        return await self._retry(ask)
+        return await self._retry(ask, num_tokens=len(ids))
 
     async def prompt_logprobs(self, engine: Engine, ids: list[int], *, core: int = 0) -> list[float]:
         """Return [T - 1] logprobs of a prompt by this core of an engine, at temperature 1.
@@ -209,12 +237,8 @@ class InferencePool:
             PeerDied: it did not answer.
         """
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": OF_PROMPT, "priority": FIRST} | self._model())
-
-        # Each core holds its own copy of the weights, so each is probed by itself.
-        headers = {"X-data-parallel-rank": str(core)} if engine.num_cores > 1 else None
-
-        try:
-            return prompt_logprobs_of(await self.post_generate(engine, body, headers=headers), ids)
+        try:  # each core holds its own copy of the weights, so each is probed by itself
+            return prompt_logprobs_of(await self.post_generate(engine, body, core=core), ids)
         except RequestRefused as error:
             if error.status != 400:  # a successor may answer so that was not given the policy's name yet
                 raise PeerDied(f"{engine.url} did not answer the probe: {error}") from error
@@ -226,8 +250,10 @@ class InferencePool:
         except (*REQUEST_ERRORS, ValueError) as error:
             raise PeerDied(f"{engine.url} did not answer the probe: {message_of(error)}") from error
 
-    async def _retry(self, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
-        """Ask an engine, the least busy first, until one does not drop the request.
+    async def _retry(
+        self, ask: Callable[[Place], Awaitable[Answer]], hashes: Sequence[int] = (), num_tokens: int = 0
+    ) -> Answer:
+        """Ask a live engine, until one does not drop the request. `Affinity.choose` has the arguments.
 
         Waits without a deadline while no engine may be asked. The wait for the batch has one, and says why.
         """
@@ -239,9 +265,10 @@ class InferencePool:
                 self.live.clear()
                 await self.live.wait()
 
-            engine = min(askable, key=lambda engine: engine.in_flight)
+            place = self.affinity.choose(askable, hashes, num_tokens)
+            engine = place.engine
             try:
-                return await ask(engine)
+                return await ask(place)
             except (*REQUEST_ERRORS, Unconfirmed) as error:
                 words = message_of(error)
                 if interruptions != self.interruptions:
@@ -264,17 +291,24 @@ class InferencePool:
         body: bytes,
         *,
         max_bytes: int = LARGEST_ANSWER,
-        headers: dict[str, str] | None = None,
+        core: int = 0,
     ) -> Response:
-        """Send one request for tokens to this engine."""
+        """Send one request for tokens to this core of an engine."""
+        headers = {"X-data-parallel-rank": str(core)} if engine.num_cores > 1 else None
         self.count(engine, 1)
+        engine.in_flight_by_core[core] += 1
         self.num_requests += 1
+        limit = asyncio.timeout(None)  # it expires if the engine leaves
+        engine.limits.add(limit)
         try:
-            status, data = await engine.request(
-                "inference/v1/generate", body, timeout=self.request_timeout, max_bytes=max_bytes, headers=headers
-            )
+            async with limit:
+                status, data = await engine.request(
+                    "inference/v1/generate", body, timeout=self.request_timeout, max_bytes=max_bytes, headers=headers
+                )
         finally:
+            engine.limits.discard(limit)
             self.count(engine, -1)
+            engine.in_flight_by_core[core] -= 1
 
         # A refusal is not retried, because every engine would repeat it. Any other failure is.
         if 400 <= status < 500:
@@ -294,23 +328,40 @@ class InferencePool:
     # which engines there are
 
     def reachable(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.state != "starting"]
+        return [engine for engine in self.engines if engine.state != "starting" and not engine.is_leaving]
 
     def is_missed(self, engine: Engine) -> bool:
-        """Return whether the run cannot begin without this engine: it begins with all of them."""
-        return engine.life == 0 and not self.is_begun
+        """Return whether the run cannot begin without this engine: it begins with all of `hosts.inference`."""
+        return engine.life == 0 and not self.is_begun and engine.member is None
 
     def live_engines(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.state == "live"]
+        return [engine for engine in self.engines if engine.state == "live" and not engine.is_leaving]
 
     def describe(self) -> str:
-        return ", ".join(f"{engine.url} is {engine.state}" for engine in self.engines)
+        return ", ".join(f"{engine.url} is {engine.state}" for engine in self.engines) or "none has joined yet"
+
+    def add(self, url: str, member: Member) -> Engine:
+        """Add an engine that has joined."""
+        self.engines.append(engine := Engine(url, self.session, member=member))
+        self.watch(engine)
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """Forget an engine that joined. Its requests under way are sent to others."""
+        self.engines.remove(engine)
+        self.interruptions += 1
+        engine.state, engine.version = "starting", None
+        for limit in engine.limits:
+            limit.reschedule(0)
+        self.live.set()
+        self.watch(engine)
 
     # changes of an engine's state
 
     def go_live(self, engine: Engine, version: int) -> None:
         """Send requests to an engine that has confirmed `version`."""
         engine.state, engine.version = "live", version
+        engine.is_confirmed, engine.num_failures = True, 0
         self.is_begun = True
         self.live.set()
         self.is_given(engine, None)
@@ -336,9 +387,10 @@ async def open_inference_pool(
         request_timeout_s: for the answer to a turn, if that may take longer than other answers.
         others: further fields of `InferencePool`.
     """
-    async with open_engine_session(urls, timeout_s=timeout_s) as session:
+    async with open_engine_session(timeout_s=timeout_s) as session:
         yield InferencePool(
             engines=[Engine(url, session) for url in urls],
+            session=session,
             timeout_s=timeout_s,
             slots=asyncio.Semaphore(max_concurrent),
             request_timeout=aiohttp.ClientTimeout(total=request_timeout_s or timeout_s),

@@ -79,9 +79,25 @@ class Sampled(msgspec.Struct):
     stop_reason: int | str | None = None
 
 
+class PromptDetails(msgspec.Struct):
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # tokens that the engine took from its prefix cache
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens_details: PromptDetails | None = None
+
+
 class Response(Prompted, kw_only=True):
     choices: list[Choice]
     prompt_token_ids: list[int] | None = None  # tokens of the prompt as the engine read it, if asked for
+    usage: Usage | None = None
+    prefill_s: Annotated[float, msgspec.Meta(ge=0)] | None = None  # see `fast_generate`; vLLM's own route lacks it
+
+    @property
+    def num_cached(self) -> int | None:
+        """Tokens of the prompt that were in the prefix cache; None if the engine does not say."""
+        details = None if self.usage is None else self.usage.prompt_tokens_details
+        return None if details is None else details.cached_tokens
 
 
 class CalledFunction(msgspec.Struct):

@@ -310,10 +310,12 @@ class Environment:
                     # after two deaths it runs while no other such suspect does, so that a third one shows which it is
                     suspect = task.group if is_compared else task.task
                     async with self._exclusive.enter(suspect) if session.num_deaths >= 2 else nullcontext():
-                        await self._slots.acquire()
+                        async with session.unless_failed():
+                            await self._slots.acquire()
                         with ExitStack() as slot:  # closed early when it only waits for its group
                             slot.callback(self._slots.release)
-                            await self._wait_for_worker()
+                            async with session.unless_failed():
+                                await self._wait_for_worker()
                             # no `await` from here until the worker has registered the rollout: it is still alive then
                             worker = self._choose_worker(task.group if is_compared else "")
                             done = await worker.run(session, on_held=slot.close)

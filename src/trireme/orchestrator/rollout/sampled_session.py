@@ -337,6 +337,7 @@ class SampledSession(Session):
             rewritten=self.trajectory.num_rewritten,
             num_sampled=num_sampled(samples),
             num_tokens=max((sample.length for sample in samples), default=0),
+            num_computed=self.trajectory.num_computed,
             truncated=done.truncated or self._cut is not None,
             stop=self._cut or done.stop,
         )

@@ -187,6 +187,7 @@ class Trajectory:
     _turns: dict[int, _Place] = field(default_factory=dict)  # keyed by the number of their prompt
     _num_asked: int = 0
     num_rewritten: int = 0  # turns that begin a sample because the chat template rewrites earlier ones
+    num_computed: int | None = 0  # tokens that engines computed for its turns; None if an engine did not say
     taken_back: list[str] = field(default_factory=list)  # digests of the prompts of turns that were taken back
 
     @property
@@ -312,6 +313,8 @@ class Trajectory:
 
     def record(self, prompt: Prompt, turn: Turn) -> None:
         """Add a turn: the tokens that the engine sampled, and the message that the environment is shown."""
+        if self.num_computed is not None:
+            self.num_computed = None if turn.num_computed is None else self.num_computed + turn.num_computed
         earlier = prompt.turn
         said_before = {} if earlier is None else earlier.earlier | {len(earlier.messages): earlier.said}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,7 @@ class Session:
     num_deaths: int = 0  # deaths of workers that ran it
     is_held: bool = False  # it is over, and only waits for the others of its group
     _failure: Exception | None = None  # raised by answering a program or a client, and ends the rollout in any worker
+    _waiting: asyncio.Timeout | None = None  # its wait for a worker
     _end: Done | wire.Error | BaseException | None = None
     _ended: asyncio.Future[None] | None = None  # None: no worker has begun it yet
 
@@ -66,6 +68,17 @@ class Session:
     def restart(self) -> None:
         """Begin again: what it has asked so far is void."""
         self.forget()
+
+    @asynccontextmanager
+    async def unless_failed(self) -> AsyncIterator[None]:
+        """Cut a wait for a worker short if answering its program or client fails. Raises: that failure."""
+        try:
+            async with asyncio.timeout(None if self._failure is None else 0) as self._waiting:
+                yield
+        except TimeoutError:
+            raise self._failure or TimeoutError from None
+        finally:
+            self._waiting = None
 
     def begin(self, on_held: Callable[[], None]) -> None:
         """Begin in a worker. `on_held` is called when it is over and only waits for the others of its group."""
@@ -141,6 +154,8 @@ class Session:
 
     def fail(self, error: Exception) -> None:
         """End the rollout with what answering its program or client raised, also if no worker runs it just now."""
+        if self._waiting is not None and self._failure is None:
+            self._waiting.reschedule(0)
         self._failure = self._failure or error
         self.deliver(error)
 

@@ -73,6 +73,9 @@ frozen. Load: as a part of that, tensors arrived and vLLM processed them. The la
 RECEIVERS = "weight_broadcast/receivers"
 """Workers of engines that confirmed the update."""
 
+MOST_FAILURES = 3
+"""Transfers in a row that may fail with an engine that has just joined, before it is sent away."""
+
 EXACT, TIMES_NOISE = 1e-3, 4.0
 """Allowed mean difference on the probe where no largest one is configured: at least, and in multiples of its noise."""
 
@@ -102,6 +105,8 @@ class WeightUpdates:
                 is_overtaken = latest.incarnation == message.incarnation and latest.attempt > message.attempt
                 if is_overtaken:
                     return Refusal(error=f"attempt {message.attempt} at version {message.version} has been superseded")
+                if latest.incarnation == message.incarnation:
+                    before.blame_unfinished()
                 await before.abandon()
             if self._update is before:  # the same request may have begun the update meanwhile
                 self._update = Update(self._policy, self._config, message, before, self._spent)
@@ -153,13 +158,16 @@ class WeightUpdates:
         newest, update = self._policy.versions.newest, self._update
         is_confirming = update is not None and update.message.version == version and update.is_confirming
 
-        # Engines need the version if it was never confirmed, or if some came up after it was.
+        # Engines need the version if it was never confirmed, or if some came up after it was. One that has just joined
+        # is part of no update of all engines: the trainer waits for the end of such an update, and sends it its own.
         if version > newest and not is_confirming:
             return Publish(reason=f"version {version} was not confirmed")
-        if version < newest or self._policy.is_moving:
+        waiting = [engine for engine in self._policy.pool.reachable() if engine.state == "quarantined"]
+        if self._policy.is_moving:
+            waiting = [engine for engine in waiting if engine.is_newcomer] if is_confirming else []
+        if version < newest or not waiting:
             return None
-        waiting = [engine.url for engine in self._policy.pool.engines if engine.state == "quarantined"]
-        return Publish(reason=f"{', '.join(waiting)} came up without weights") if waiting else None
+        return Publish(reason=f"{', '.join(engine.url for engine in waiting)} came up without weights")
 
     def take_seconds(self) -> dict[str, float]:
         """Return metrics of the updates since the last call."""
@@ -201,6 +209,7 @@ class Update:
     _receiving: dict[str, asyncio.Task[list[WeightReport] | None]] = field(default_factory=dict)
     _reports: dict[str, list[WeightReport]] = field(default_factory=dict)  # reports after loading, by address
     _began: float = 0.0
+    _blamed: set[str] = field(default_factory=set)  # newcomers that failed in this attempt, which counts once
 
     def __post_init__(self) -> None:
         self.pool = self.policy.pool
@@ -258,8 +267,11 @@ class Update:
             await asyncio.sleep(0.1)
 
         # An engine that comes up after this gets the version in a transfer of its own.
+        # One that has just joined gets its first version by itself: no other engine waits in vain for it to connect.
         reachable = self.pool.reachable()
-        self._targets = [engine for engine in reachable if everywhere or engine.state == "quarantined"]
+        settled = [engine for engine in reachable if not engine.is_newcomer] or reachable
+        waiting = [engine for engine in reachable if engine.state == "quarantined"]
+        self._targets = settled if everywhere else waiting
         if not self._targets:
             return Live(version=self.message.version)
 
@@ -289,10 +301,44 @@ class Update:
 
     def can_be_followed_by(self, other: Update) -> bool:
         went_well = self.confirmed is not None and self.confirmed.done() and self.is_confirming
-        return went_well and other.message.incarnation == self.message.incarnation and other._lives == self._lives
+        is_same_trainer = other.message.incarnation == self.message.incarnation
+        # another engine may have joined at the address of one that left
+        are_same = all(one is another for one, another in zip(self._targets, other._targets, strict=False))
+        return went_well and is_same_trainer and are_same and other._lives == self._lives
+
+    # an engine that has just joined must not end the run
+
+    def blame_unfinished(self) -> None:
+        """Blame newcomers that never got ready for an attempt that the trainer has given up."""
+        for engine in self._targets:
+            task = self._receiving.get(engine.url)
+            if task is not None and not task.done():
+                self._blame(engine, PeerDied(f"{engine.url} did not take in version {self.message.version}"))
+
+    def _blame(self, engine: Engine, error: TriremeError) -> None:
+        """Send a newcomer away that holds wrong weights, or with which `MOST_FAILURES` transfers in a row failed.
+
+        Raises: PeerDied in place of wrong weights, so that the trainer begins again without the newcomer.
+        """
+        if not engine.is_newcomer:
+            return
+        engine.num_failures += engine.url not in self._blamed
+        self._blamed.add(engine.url)
+        is_wrong = not isinstance(error, PeerDied)
+        if is_wrong or engine.num_failures >= MOST_FAILURES:
+            self.pool.expel(engine, str(error))
+        if is_wrong:
+            raise PeerDied(str(error)) from error
 
     async def _receive(self, engine: Engine, rank_offset: int, world_size: int) -> list[WeightReport] | None:
         """Return the reports of an engine that has loaded all of it; None of one that only takes it in."""
+        try:
+            return await self._join_and_receive(engine, rank_offset, world_size)
+        except PeerDied as error:
+            self._blame(engine, error)
+            raise
+
+    async def _join_and_receive(self, engine: Engine, rank_offset: int, world_size: int) -> list[WeightReport] | None:
         info = InitInfo(
             kind=self.message.kind,
             host=self.message.host,
@@ -352,7 +398,11 @@ class Update:
         # Engines resume only after all of them hold exactly what was sent.
         name = f"Version {message.version}"
         for engine in self._targets:
-            require_confirmed(engine, self._reports[engine.url], message.digests, name=name)
+            try:
+                require_confirmed(engine, self._reports[engine.url], message.digests, name=name)
+            except WeightsMismatch as mismatch:
+                self._blame(engine, mismatch)
+                raise
         differences = await self._each(self._resume, message)
 
         # Nothing may use the version before this: a restarted orchestrator knows only what is on disk.
@@ -382,6 +432,10 @@ class Update:
                 # the wrong weights may be those of a new process that was sent nothing, under the same name
                 if any(report.digests != message.digests for report in await engine.weight_reports()):
                     raise PeerDied(f"{engine.url} was replaced meanwhile: it has other weights") from mismatch
+                self._blame(engine, mismatch)
+                raise
+            except PeerDied as error:
+                self._blame(engine, error)
                 raise
 
         return await _all(map(unless_replaced, self._targets))

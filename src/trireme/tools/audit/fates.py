@@ -14,6 +14,7 @@ import re
 from array import array
 from collections import defaultdict
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from trireme.algo.data.order import DataOrder
 from trireme.algo.filters import FLAWS
 from trireme.algo.rules import Rules
 from trireme.journal.records import BatchRecord, Dropped, OpenGroup, Rollout, State
-from trireme.journal.targets import by_group, outcome_of
+from trireme.journal.targets import by_group, num_tokens, outcome_of
 from trireme.tools.audit.report import Report
 
 TRAINED = "trained"
@@ -33,7 +34,7 @@ Fate = Rollout | Dropped
 
 MOST_BEGUN = 1_000_000
 """Groups that can have been begun between two entries; more is a number gone wrong, and not worth walking through."""
-CAME_TO_THEIR_END = ("no signal", "little signal", *FLAWS)
+CAME_TO_THEIR_END = ("no signal", "little signal", "little advantage", *FLAWS)
 """Kinds of reasons for which a group was dropped whose rewards were all there, and counted."""
 
 
@@ -159,20 +160,41 @@ class Fates:
         # counters continue from what the journal says, so that a wrong one is reported once
         before, counters = self._counters, {name: record.state.counters.get(name, 0) for name in self._counters}
         due = {"trained": before["trained"] + num_trained, "dropped": before["dropped"] + num_dropped}
-        sizes = [rules.of(members[0].env).group_size for members in by_group(record.rollouts).values()]
-        # Whole groups fill a batch until it is reached: without the largest of them, it would not be.
-        is_full = sum(sizes) - max(sizes, default=0) < rules.batch_size <= sum(sizes)
-        self._report.compare(
-            "fates",
-            record.step,
-            {
+        groups = list(by_group(record.rollouts).values())
+        sizes = [rules.of(members[0].env).group_size for members in groups]
+        values: dict[str, tuple[Any, Any]] = {}
+        mean_tokens = 0.0
+        if rules.batch_size is not None:
+            is_full = _is_full(sizes, rules.batch_size)
+            values |= {
                 "number of rollouts": (num_trained, sum(sizes) if is_full else rules.batch_size),
                 "number of groups": (len(sizes), len(sizes) if is_full else rules.batch_size // rules.group_size),
-                "state.counters": (counters, counters if after_gap else due),
-            },
-            by=f"by {_sizes_in_words(rules)}, and what the batch before had counted",
-        )
+            }
+        elif rules.token_batch_size is not None:
+            tokens = [num_tokens(members) for members in groups]
+            is_full = _is_full(tokens, rules.token_batch_size, may_exceed=rules.max_async_level == 0)
+            values |= {
+                "number of rollouts": (num_trained, sum(sizes)),
+                "number of tokens": (sum(tokens), sum(tokens) if is_full else rules.token_batch_size),
+            }
+            mean_tokens = sum(tokens) / max(1, num_trained)
+        values |= {
+            "state.tokens_per_rollout": (record.state.tokens_per_rollout, mean_tokens),
+            "state.counters": (counters, counters if after_gap else due),
+        }
+        by = f"by {_sizes_in_words(rules)}, and what the batch before had counted"
+        self._report.compare("fates", record.step, values, by=by)
         self._counters = counters
+
+
+def _is_full(added: list[int], size: int, *, may_exceed: bool = False) -> bool:
+    """Return whether whole groups fill a batch until its size is reached: without the largest, it would not be.
+
+    Args:
+        added: what each group adds to it.
+        may_exceed: the batch takes all groups that were begun with it.
+    """
+    return size <= sum(added) and (may_exceed or sum(added) - max(added) < size)
 
 
 def _sizes_in_words(rules: Rules) -> str:

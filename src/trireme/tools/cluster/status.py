@@ -99,7 +99,9 @@ class RunState:
         if self.checkpoints:
             yield f"checkpoints  {', '.join(f'step_{step}' for step in self.checkpoints[-5:])}"
         if self.status:
-            yield from (f"engine       {engine.url} {engine.state}" for engine in self.status.engines)
+            yield from (f"engine       {engine}" for engine in self.status.engines)
+            if self.config.weight_broadcast.type != "ipc":
+                yield f"more         inference --join {self.config.hosts.orchestrator}:{self.config.ports.batches}"
             yield from (f"waits        {wait.text}" for wait in self.status.waits)
         yield from (f"time         {line}" for line in time_lines(read_spans(self.paths.spans)[0]))
         yield from (warning_text(warned) for warned in self.progress.lasting_warnings)

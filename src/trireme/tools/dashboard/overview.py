@@ -185,8 +185,7 @@ def _state_lines(run: RunFolder) -> Iterator[str]:
         )
         yield from [f"Waits: {wait.text}" for wait in status.waits] or ["No process has waited for long."]
         for engine in status.engines:
-            version = "" if engine.version is None else f", version {engine.version}"
-            yield f"Engine {engine.url}: {engine.state}{version}"
+            yield f"Engine {engine}"
         return
 
     written = f"Last written {ago(changed_s(run.path))}."

@@ -90,7 +90,7 @@ def check_configuration(case: Case) -> Iterator[Finding]:
         config = case.config
         what = "as it was typed" if case.is_given else "the quickstart's, for none was named"
         yield ok(
-            f"{what}: {config.max_steps} steps of {config.orchestrator.batch_size} rollouts on {config.device}, "
+            f"{what}: {config.max_steps} steps of {config.orchestrator.batch_in_words} on {config.device}, "
             f"weights over {config.weight_broadcast.type}"
         )
 

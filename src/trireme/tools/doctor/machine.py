@@ -90,8 +90,13 @@ def limits(case: Case) -> Iterator[Finding]:
     environment."""
     config = case.config
     # the most rollouts that can be in flight at once
-    rollouts = config.orchestrator.batch_size * config.orchestrator.oversampling_factor * (1 + config.max_async_level)
-    needed = FILES_OF_A_PROCESS + 2 * min(int(rollouts), config.orchestrator.max_concurrent)
+    orchestrator = config.orchestrator
+    rollouts = (
+        orchestrator.oversampling_factor
+        * (1 + config.max_async_level)
+        * (orchestrator.batch_size or orchestrator.max_concurrent)
+    )
+    needed = FILES_OF_A_PROCESS + 2 * min(int(rollouts), orchestrator.max_concurrent)
     files = most_open_files()
     shared = os.statvfs("/dev/shm")
     free = shared.f_bavail * shared.f_frsize

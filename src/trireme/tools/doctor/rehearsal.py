@@ -163,7 +163,8 @@ def shrink(case: Case) -> RunConfig:
         "supervisor": Supervisor(restart=False),
         "disk_timeout_s": DISK_S,
         "trainer.ckpt": Checkpoints(),
-        "orchestrator.batch_size": min(orchestrator.batch_size, GROUPS * largest),
+        "orchestrator.batch_size": min(orchestrator.num_rollouts(typed.seq_len), GROUPS * largest),
+        "orchestrator.token_batch_size": None,
         "orchestrator.env": tuple(updated(each, {"filters": None, "buffer": None}) for each in orchestrator.env),
         "orchestrator.sampling.max_tokens": max(
             min(sampling.max_tokens or LONGEST_TURN, LONGEST_TURN), sampling.min_tokens + 1
@@ -210,7 +211,7 @@ def judge_run(ended: Ended, config: RunConfig, began: float) -> Finding:
         "versions_confirmed": report.summary.versions_confirmed,
     }
     return ok(
-        f"{STEPS} steps of {config.orchestrator.batch_size} rollouts: the first after {figures['first_step_s']:.0f} s, "
+        f"{STEPS} steps of {config.orchestrator.batch_in_words}: the first after {figures['first_step_s']:.0f} s, "
         f"the others {figures['step_s']:.1f} s each; {figures['versions_confirmed']} versions confirmed by the "
         f"engine, weights sent in {figures['publish_s']:.2f} s; the audit finds no fault",
         **figures,

@@ -12,6 +12,7 @@ import numpy as np
 from trireme.algo.data.order import ENDLESS
 from trireme.base.safe_text import clean
 from trireme.monitor.metrics import means
+from trireme.orchestrator.batch_metrics import computed_tokens
 from trireme.orchestrator.rollout.driver import Extent, RolloutOutcome
 from trireme.orchestrator.session.wire import Split
 from trireme.tools.environments.sessions import SessionReport
@@ -64,6 +65,7 @@ class CheckReport:
     rewards: Rewards | None  # None if nothing was scored
     components: dict[str, float]  # means of what the environment measured
     lengths: dict[str, float]  # mean turns and tokens, as far as the policy counts them
+    computed_frac: float | None  # tokens that engines computed per token of the rollouts
     truncated: float  # share of the scored rollouts
     stops: dict[str, int]
     troubles: list[Trouble] = field(default_factory=list)
@@ -106,6 +108,10 @@ def build_report(
     # text endpoints may not count tokens, so a length may be None
     lengths = {"turns": "num_turns", "tokens sampled": "num_sampled", "tokens in all": "num_tokens"}
     counted = [{name: getattr(rollout, length) for name, length in lengths.items()} for rollout in scored]
+    groups = defaultdict(list)
+    for rollout in scored:
+        groups[rollout.example].append(rollout)
+    computed, existing = (sum(each) for each in zip((0, 0), *map(computed_tokens, groups.values()), strict=True))
     return CheckReport(
         loaded=loaded,
         policy=policy,
@@ -119,6 +125,7 @@ def build_report(
         rewards=rewards_of((outcome.spec.example, outcome.reward) for outcome in outcomes),
         components=means(rollout.metrics for rollout in scored),
         lengths=means({name: n for name, n in each.items() if n is not None} for each in counted),
+        computed_frac=computed / existing if existing else None,
         truncated=float(np.mean([rollout.truncated for rollout in scored])) if scored else 0.0,
         stops=dict(Counter(rollout.stop or "(not said)" for rollout in scored).most_common()),
         troubles=sorted(troubles, key=lambda trouble: -trouble.count),
@@ -148,6 +155,8 @@ def text_of(report: CheckReport) -> str:
             rows["spread"] = f"standard deviation within groups {rewards.group_std:.3f}; {without_signal}"
         for title, figures in (("components", report.components), ("lengths", report.lengths)):
             rows[title] = ", ".join(f"{name} {value:.4g}" for name, value in figures.items()) or "none"
+        if report.computed_frac is not None:
+            rows["computed"] = f"{report.computed_frac:.2f} tokens by the engine per token of the rollouts"
         rows["truncated"] = f"{report.truncated:.1%}"
         rows["stopped by"] = ", ".join(f"{stop} ({count})" for stop, count in report.stops.items())
 

@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 
 from trireme.base.token import token
-from trireme.config.orchestrator import Environment, Evaluation
+from trireme.config.orchestrator import Environment, EvaluatedEnvironment, Evaluation, MeasuredEnvironment
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.sampling import Sampling, template_fallback
-from trireme.config.section import Section, Seed
+from trireme.config.section import Section, Seed, merged
 from trireme.tools.policies.endpoint_file import find_key
 
 
@@ -51,7 +51,7 @@ class EvalConfig(Section):
     """Steps to evaluate; all where not given."""
     eval_base: bool = True
     """Evaluate the engine's base model first, as step 0."""
-    env: tuple[Environment, ...] = ()
+    env: tuple[MeasuredEnvironment, ...] = ()
     """Environments; those that the run of the checkpoints is evaluated on where not given."""
     num_examples: PositiveInt | None = None
     """Examples per environment, the first of its evaluation set (else its training set); all if not set."""
@@ -77,16 +77,25 @@ class EvalConfig(Section):
     client: Client = Client()
     model: EvaluatedModel = EvaluatedModel()
 
+    def of(self, environment: str) -> Evaluation:
+        """Return the evaluation of one environment: with the keys of its own table, if it has one, over these."""
+        own = next((each for each in self.env if each.resolved_name == environment), None)
+        has_rollouts = own is not None and "rollouts_per_example" in own.model_fields_set
+        rollouts = own.rollouts_per_example if own and has_rollouts else self.rollouts_per_example
+        # The temperature that is not given depends on the rollouts.
+        return updated(self, {"rollouts_per_example": rollouts}).evaluation.of(environment)
+
     @property
     def evaluation(self) -> Evaluation:
         """The same settings as those of evaluations during a run."""
-        return Evaluation(
+        of_all = Evaluation(
             rollouts_per_example=self.rollouts_per_example,
             num_examples=self.num_examples,
             pass_at=self.pass_at,
             pass_threshold=self.pass_threshold,
             sampling=_sampling(self.sampling, default=_default_sampling(self.rollouts_per_example)),
         )
+        return of_all.model_copy(update={"env": self.env})
 
     @property
     def key(self) -> str | None:
@@ -106,8 +115,9 @@ def inherit_from_run(config: EvalConfig, run: RunConfig) -> EvalConfig:
     others.
     """
     during, model = run.orchestrator.eval, run.inference.model
-    values: dict[str, Any] = {"env": config.env or (during.env if during else ()) or run.orchestrator.env}
     given = config.model_fields_set
+    inherited = tuple(_of_run(each, config) for each in (during.env if during else ()) or run.orchestrator.env)
+    values: dict[str, Any] = {"env": config.env or inherited}
     # a number of examples or rollouts that was typed must not be mixed with values of pass@k of the run
     if during is not None:
         extent = {"num_examples", "rollouts_per_example", "pass_at"}
@@ -123,6 +133,16 @@ def inherit_from_run(config: EvalConfig, run: RunConfig) -> EvalConfig:
     for name in ("tool_call_parser", "reasoning_parser", "max_model_len"):
         values[f"model.{name}"] = getattr(config.model, name) or getattr(model, name)
     return updated(config, values)
+
+
+def _of_run(environment: Environment, config: EvalConfig) -> MeasuredEnvironment:
+    """Return an environment of a run as it is evaluated: one to evaluate with what the user did not type otherwise."""
+    names = set(Environment.model_fields)
+    if isinstance(environment, EvaluatedEnvironment):
+        extent = {"num_examples", "rollouts_per_example"}
+        names |= {"sampling"} | (set() if config.model_fields_set & (extent | {"pass_at"}) else extent)
+    kept = MeasuredEnvironment(**{name: getattr(environment, name) for name in environment.model_fields_set & names})
+    return updated(kept, {"sampling": merged(kept.sampling, config.sampling)}) if kept.sampling else kept
 
 
 def _sampling(given: Sampling | None, *, default: Sampling) -> Sampling:

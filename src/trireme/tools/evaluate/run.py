@@ -22,7 +22,7 @@ from trireme.base.waiting import Waits
 from trireme.config.arguments import json_table, positive_int
 from trireme.config.files import to_table, to_toml
 from trireme.config.load import read_as
-from trireme.config.orchestrator import Environment as EnvironmentConfig
+from trireme.config.orchestrator import MeasuredEnvironment
 from trireme.config.resolve import updated
 from trireme.config.sampling import Sampling
 from trireme.launch.folder import hold_folder
@@ -47,7 +47,7 @@ def eval_run(argv: list[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     config = EvalConfig(
-        env=(EnvironmentConfig(id=arguments.env, args=arguments.env_args or {}),),
+        env=(MeasuredEnvironment(id=arguments.env, args=arguments.env_args or {}),),
         num_examples=arguments.num_examples if arguments.num_examples > 0 else None,
         rollouts_per_example=arguments.rollouts_per_example,
         max_concurrent=arguments.max_concurrent,

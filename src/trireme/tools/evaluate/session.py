@@ -67,17 +67,18 @@ class EvalSession:
         self.policy = policy
         self.config = config
         self.version = version
+        self.evaluation = evaluation = config.of(environment.name)
         self.extent = read_extent(
             environment,
             split="eval",
-            num_examples=config.num_examples,
-            rollouts_per_example=config.rollouts_per_example,
+            num_examples=evaluation.num_examples,
+            rollouts_per_example=evaluation.rollouts_per_example,
         )
         # the description: results are resumed only under the same settings
         self.settings = settings | {
             "env_id": Path(environment.config.id).name,
             "env_args": environment.config.model_dump(mode="json")["args"],  # TOML has dates, JSON has not
-            "sampling_args": _sampling_args(config.evaluation.sampling, environment),
+            "sampling_args": _sampling_args(evaluation.sampling, environment),
             "split": self.extent.split,
             "max_turns": environment.config.max_turns,
             "num_examples": len(self.extent.examples),
@@ -156,7 +157,7 @@ class EvalSession:
     def metrics(self) -> dict[str, float]:
         """The figures that a run has as `eval/ENV/…`, without that prefix."""
         prefix = f"eval/{self.environment.name}/"
-        found = evaluation_metrics(self.environment.name, list(self.results.values()), self.config.evaluation)
+        found = evaluation_metrics(self.environment.name, list(self.results.values()), self.evaluation)
         return {name.removeprefix(prefix): value for name, value in found.items()}
 
     async def run(self, add_reward: Callable[[float | None], None]) -> None:
@@ -226,14 +227,17 @@ def prepare(config: EvalConfig) -> EvalConfig:
 
     Raises: ConfigError if one does not exist, two have the same name, or the settings would measure nothing.
     """
-    raise_together(evaluation_problems(config.evaluation))
+    views = [config.of(each.resolved_name) for each in config.env] or [config.evaluation]
+    raise_together(problem for view in views for problem in evaluation_problems(view))
     found = []
     for each in config.env:
-        values = {
+        values: dict[str, Any] = {
             "id": str(find_environment(each.id).folder or each.id),
             "name": each.file_name,
             "max_concurrent": min(each.max_concurrent, config.max_concurrent),
         }
+        if each.model_fields_set & {"rollouts_per_example", "sampling"}:  # its rollouts decide the temperature
+            values["sampling"] = config.of(each.resolved_name).sampling
         found.append(updated(each, values))
 
     names = [str(each.name) for each in found]

@@ -7,12 +7,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from trireme.config.translation import Refused, Row, Rule, Settings
+from trireme.config.translation import Answer, Refused, Row, Rule, Settings
 
 Table = dict[str, Any]
 HARDWARE = "how the hardware is used follows from the machine here"
-OF_DEVIATIONS = "deviations divide by the number of rollouts, theirs by one less"
+OF_DEVIATIONS = "deviations divide by the number of rollouts, theirs by one less: adv_tau is the quotient"
 ASK_MODEL = "serve the reward model, and ask it in a reward function."
+
+
+def as_sample_deviation(kind: str, group: int) -> Settings:
+    """Return the factor of advantages with which they are divided by the deviation of a sample of `group` rewards."""
+    return {"trainer.loss.adv_tau": math.sqrt(1 - 1 / group)} if kind == "group_mean_std" and group > 1 else {}
 
 
 def idle(note: str, keys: str, above: str = "") -> Iterator[Row]:
@@ -24,7 +29,7 @@ def guarded(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Return the rows with rules that refuse a value of a wrong type, where they would raise an error of Python."""
 
     def guard(rule: Rule) -> Rule:
-        def guarded_rule(value: Any, table: Table) -> Settings | str:
+        def guarded_rule(value: Any, table: Table) -> Answer:
             try:
                 return rule(value, table)
             except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:

@@ -159,7 +159,7 @@ TRL_GRPO: tuple[Row, ...] = guarded(
             rules.set_correction,
             "as TRL has it with vLLM",
         ),
-        Row("scale_rewards", rules.choose("orchestrator.advantage.type", rules.ADVANTAGES, ""), SCALED),
+        Row("scale_rewards", rules.set_scale, SCALED),
         Row("multi_objective_aggregation", only("sum_then_normalize", None, instead="rewards are summed first.")),
         Row("mask_truncated_completions", if_true("orchestrator.filters.truncated", "mask")),
         Row("eval_strategy", rules.set_evaluation),

@@ -12,9 +12,10 @@ from pathlib import PurePath
 from typing import Any
 
 from trireme.config.section import NONE
-from trireme.config.translation import Refused, Rule, Settings
+from trireme.config.translation import Answer, Refused, Rule, Settings
 from trireme.tools.formats.row_rules import (
     Table,
+    as_sample_deviation,
     trust,
 )
 
@@ -226,7 +227,7 @@ def set_beta(value: float, table: Table) -> Settings | str:
     }
 
 
-def set_sync(value: bool, table: Table) -> Settings | str:
+def set_sync(value: bool, table: Table) -> Answer:
     if not value:
         return "the reference stays the base model"
     if table.get("ref_model_mixup_alpha", 0.6) != 1:
@@ -236,6 +237,12 @@ def set_sync(value: bool, table: Table) -> Settings | str:
 
 ADVANTAGES = {"group": "group_mean_std", True: "group_mean_std", "none": "group_mean", False: "group_mean"}
 ADVANTAGES |= {"batch": "group_batch"}
+
+
+def set_scale(value: Any, table: Table) -> Settings | str:
+    made = choose("orchestrator.advantage.type", ADVANTAGES, "")(value, table)
+    assert isinstance(made, dict), made
+    return made | as_sample_deviation(made["orchestrator.advantage.type"], table["num_generations"])
 
 
 # Sampling, evaluation and the run itself.
@@ -350,7 +357,7 @@ def set_dtype(value: Any, table: Table) -> Settings | str:
     return "parameters are always float32 here"
 
 
-def set_targets(value: Any, table: Table) -> Settings | str:
+def set_targets(value: Any, table: Table) -> Answer:
     return lora("target_modules")(["q_proj", "v_proj"] if value is None else value, table)
 
 

@@ -14,6 +14,7 @@ from trireme.config.section import NONE
 from trireme.config.translation import Refused, Rule, Settings, value_at
 from trireme.tools.formats.row_rules import (
     Table,
+    as_sample_deviation,
 )
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -112,7 +113,7 @@ def set_advantage(value: str, table: Table) -> Settings | str:
     kind = ADVANTAGES[plain]
     if plain.startswith("grpo") and not of(table, "algorithm.norm_adv_by_std_in_grpo"):
         kind = "group_mean"
-    return {"orchestrator.advantage.type": kind}
+    return {"orchestrator.advantage.type": kind} | as_sample_deviation(kind, of(table, f"{ROLLOUT}.n"))
 
 
 LOSSES = {

@@ -15,7 +15,7 @@ from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Lora
 from trireme.tools.plan.engine_memory import CONTEXT_BYTES
-from trireme.tools.plan.estimate import Estimate, estimate_here, plan_here
+from trireme.tools.plan.estimate import Estimate, estimate_here, machines_of, plan_here
 
 WORTH = 0.005  # smallest saving that is listed, as a share of what is needed
 
@@ -92,6 +92,11 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
     mode = f', {model}ac.mode = "full"' if ac and ac.mode == "selective" else ""
     whole = (f"{model}ac.freq = 1{mode}", {f"{model}ac": everything})
 
+    # This offloads the optimizer's state too, and a run refuses both.
+    offload = {f"{model}fsdp_cpu_offload": True}
+    offload_alone = offload | {f"{prefix}optim.cpu_offload": False}
+    everything_offloaded = (_change(offload_alone if training.offloads_state else offload)[0], offload_alone)
+
     # Each line: whether the change is possible here, and the change.
     changes: list[tuple[bool, Change]] = [
         (keeps_scores and (is_eager or row.value_bytes == 2), _change(attention)),
@@ -107,9 +112,10 @@ def trainer_changes(estimate: Estimate) -> list[Change]:
         (on_gpu and settings.reduce_dtype == "float32", _change({f"{model}reduce_dtype": "bfloat16"})),
         (training.optimizer == "adamw", _change({f"{prefix}optim.type": "adamw_8bit"})),
         *((may_share and cp > row.cp, _change({f"{model}cp": cp})) for cp in (2, 4, 8) if shared % cp == 0),
+        (on_gpu and not settings.fsdp_cpu_offload, _change({f"{prefix}optim.cpu_offload": True})),
         (on_gpu, _change({f"{model}activation_offload": True})),
         *((on_gpu, _more_ranks(estimate, ranks * times)) for times in (2, 4, 8)),
-        (on_gpu, _change({f"{model}fsdp_cpu_offload": True})),
+        (on_gpu, everything_offloaded),
         (training.has_reference, _change({f"{prefix}loss.beta": 0})),
         (row.targets is None, (f"{model}lora.rank = 16", {f"{model}lora": Lora(rank=16)})),
         (True, _change({"seq_len": cut, f"{prefix}micro_batch_tokens": cut})),
@@ -125,9 +131,9 @@ def _more_ranks(estimate: Estimate, ranks: int) -> Change:
     """Return the change to so many ranks, which have GPUs of their own and share none with engines."""
     if not isinstance(estimate.config, RunConfig):
         return f"num_ranks = {ranks} (has {estimate.ranks})", {"num_ranks": ranks}
-    first = 1 + max(estimate.config.inference_gpu_ids or (0,))
-    values = {"trainer.num_ranks": ranks, "trainer_gpu_ids": tuple(range(first, first + ranks))}
-    return f"trainer_gpus = {ranks} (has {estimate.ranks})", values
+    first, machines = 1 + max(estimate.config.inference_gpu_ids or (0,)), machines_of(estimate.config, "trainer")
+    values = {"trainer.num_ranks": ranks, "trainer_gpu_ids": tuple(range(first, first + ranks // machines))}
+    return f"trainer_gpus = {ranks // machines} (has {estimate.ranks // machines})", values
 
 
 def engine_advice(estimate: Estimate) -> Iterator[str]:

@@ -12,6 +12,7 @@ from trireme.algo.model.architecture import Architecture
 from trireme.algo.model.chips import CUDA_BYTES, GIB
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
+from trireme.config.files import ProcessName
 from trireme.config.resolve import updated
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
@@ -106,10 +107,11 @@ class Estimate:
     @cached_property
     def host(self) -> Need:
         """The memory that processes on GPUs need of one node itself."""
-        trainers = min(self.machine.gpus_per_node, self.trainer_gpus)
+        trainers = min(self.machine.gpus_per_node, self.trainer_gpus // machines_of(self.config, "trainer"))
+        engines = min(self.machine.gpus_per_node, self.engine_gpus // machines_of(self.config, "inference"))
         parts = {
             "trainer": trainers * (4 * STARTED_BYTES + sum(self.training.host.values())),
-            "engine": min(self.machine.gpus_per_node, self.engine_gpus) * 2 * ENGINE_STARTED_BYTES,
+            "engine": engines * 2 * ENGINE_STARTED_BYTES,
             "orchestrator": ORCHESTRATOR_BYTES,
         }
         return Need(parts, self.machine.host_memory)
@@ -174,6 +176,8 @@ class Estimate:
         """Return the shortest step with as many GPUs, in whole engines and whole teams of ranks, that fits."""
         if self.serving is None or self.is_shared or self.machine.is_on_cpu or not self.engine_fits:
             return None
+        if isinstance(self.config, RunConfig) and not self.config.hosts.are_one_machine:
+            return None  # no GPU of a machine of one side can go to the other
 
         # Ranks come in whole copies of the model, and in whole teams that share a row (`cp`).
         copies, total = self.ranks // self.training.shards, self.engine_gpus + self.trainer_gpus
@@ -184,6 +188,11 @@ class Estimate:
             if (total - trainer_gpus) % self.serving.tp == 0 and other.trainer.total <= self.trainer.room:
                 found.append(self.split(total - trainer_gpus, trainer_gpus))
         return min(found, key=lambda split: split.step_s, default=None)
+
+
+def machines_of(config: RunConfig | SftConfig, side: ProcessName) -> int:
+    """Return how many machines a side has, each with as many GPUs."""
+    return len(config.hosts.by_process[side]) if isinstance(config, RunConfig) else 1
 
 
 def scattered_bytes(parts: Parts, share: float) -> float:
@@ -197,7 +206,7 @@ def _gib(number: float) -> str:
 def estimate_run(config: RunConfig | SftConfig, model: Architecture, machine: Machine, lengths: Lengths) -> Estimate:
     """Plan a resolved configuration. A supervised run has no engines, and its conversations are all prompt."""
     run, trainer = (config, config.trainer) if isinstance(config, RunConfig) else (None, config)
-    rollouts = config.orchestrator.batch_size if isinstance(config, RunConfig) else config.batch_size
+    rollouts = config.orchestrator.num_rollouts(lengths.total) if isinstance(config, RunConfig) else config.batch_size
 
     # Whole samples are packed into rows, and rows are dealt out to teams of ranks that share them (`cp`).
     ranks, row_tokens = trainer.num_ranks or 1, trainer.micro_batch_tokens or config.seq_len
@@ -205,7 +214,8 @@ def estimate_run(config: RunConfig | SftConfig, model: Architecture, machine: Ma
     length = min(math.ceil(lengths.total), row_tokens)  # samples longer than a row were cut
     rows = max(1, math.ceil(rollouts / (row_tokens // length) / teams))
 
-    # A supervised run does not name its GPUs: each rank takes one. On CPU there are none.
+    # A supervised run does not name its GPUs: each rank takes one. On CPU there are none. Of several machines in
+    # `[hosts]` a run names the GPUs of one.
     engine_ids = (run.inference_gpu_ids or ()) if run else ()
     trainer_ids = (run.trainer_gpu_ids or ()) if run else tuple(range(0 if machine.is_on_cpu else ranks))
 
@@ -226,9 +236,9 @@ def estimate_run(config: RunConfig | SftConfig, model: Architecture, machine: Ma
             oversampling=run.orchestrator.oversampling_factor if run else 1.0,
         ),
         serving=serving_of(run, model, machine) if run else None,
-        engine_gpus=len(engine_ids),
-        trainer_gpus=len(trainer_ids),
-        is_shared=set(trainer_ids) == set(engine_ids),
+        engine_gpus=len(engine_ids) * machines_of(config, "inference"),
+        trainer_gpus=len(trainer_ids) * machines_of(config, "trainer"),
+        is_shared=set(trainer_ids) == set(engine_ids) and (run is None or run.hosts.are_one_machine),
         synchronous=bool(run and run.synchronous),
     )
 

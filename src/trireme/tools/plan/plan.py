@@ -162,7 +162,8 @@ def _facts(estimate: Estimate) -> Iterator[Text]:
     else:
         sides = f"{estimate.engine_gpus} for engines (tp {serving.tp}), {estimate.trainer_gpus} for the trainer"
         shared = " (the same)" if estimate.is_shared else ""
-        yield _fact("machine", f"{machine.num_gpus} x {machine.chip.name} of {memory}: {sides}{shared}")
+        total = 0 if estimate.is_shared else estimate.engine_gpus + estimate.trainer_gpus  # on all machines
+        yield _fact("machine", f"{max(total, machine.num_gpus)} x {machine.chip.name} of {memory}: {sides}{shared}")
 
     what = f"{batch.rollouts} rollouts in {batch.groups} groups" if batch.groups else f"{batch.rollouts} samples"
     yield _fact(

@@ -18,6 +18,7 @@ from trireme.base.errors import ConfigError, PeerDied, message_of
 from trireme.base.token import bearer
 from trireme.base.waiting import Wait, Waits
 from trireme.config.orchestrator import OrchestratorConfig
+from trireme.config.section import merged
 from trireme.journal.model_turn import ToolCall
 from trireme.journal.records import Rollout
 from trireme.orchestrator.environments.pool import Environment
@@ -160,7 +161,8 @@ class ChatEndpoint:
 
         Raises: ValueError if the environment gives the template what is no table.
         """
-        own = sampling_arguments(self.config.sampling)
+        sampling = merged(self.config.sampling, getattr(environment.config, "sampling", None))
+        own = sampling_arguments(sampling)
         passed_on = {name: value for name, value in theirs.items() if name not in NOT_SAMPLING}
         # notes tell once which arguments of the environment have no effect
         ignored = {name: f"{name} is ignored" for name in theirs.keys() - passed_on.keys() - {"n"}}
@@ -168,7 +170,7 @@ class ChatEndpoint:
 
         # the server decides what an effort means for its template
         table = {"chat_template_kwargs": environment.config.chat_template_kwargs}
-        requests = (self.config.sampling.template_request, table, theirs)
+        requests = (sampling.template_request, table, theirs)
         kwargs = merge_template_kwargs(*({**each, "reasoning_effort": None} for each in requests))
         efforts = [each["reasoning_effort"] for each in requests if each.get("reasoning_effort") is not None]
         template = {"chat_template_kwargs": kwargs or None, "reasoning_effort": efforts[-1] if efforts else None}

@@ -22,6 +22,7 @@ from trireme.config.rules.check import check_launch
 from trireme.config.rules.sampling import environment_template_kwargs, sampling_problems, template_problems
 from trireme.config.run import RunConfig
 from trireme.config.sampling import Sampling
+from trireme.config.section import merged
 from trireme.config.trainer import Vlm
 from trireme.journal.pictures import rules_of_model
 from trireme.journal.records import Rollout
@@ -91,7 +92,8 @@ class EnginePolicy:
         return f"{self.engine}, temperature {self.sampling.temperature:g}{longest}"
 
     async def rollout(self, environment: Environment, spec: RolloutSpec) -> Rollout:
-        return await self.runner.run(environment, spec, sampling=self.sampling, trained=self.trained)
+        sampling = merged(self.sampling, getattr(environment.config, "sampling", None))
+        return await self.runner.run(environment, spec, sampling=sampling, trained=self.trained)
 
 
 OpenEngine: TypeAlias = Callable[[], AbstractAsyncContextManager[EnginePolicy]]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from trireme.algo.columns import Columns
 from trireme.algo.loss.logprobs import Choices
-from trireme.algo.packing import SharedPrefixes, positions, share_prefixes, unsampled_row
+from trireme.algo.packing import SharedPrefixes, num_distinct, positions, share_prefixes, unsampled_row
 from trireme.algo.pictures import distinct_ids
 from trireme.algo.weight_checks import probe_ids
 from trireme.base.errors import ConfigError
@@ -264,12 +264,15 @@ def scorer_of(model: PreTrainedModel, device: torch.device) -> Scorer:
     return vars(model)[_ATTRIBUTE]
 
 
-def shared_frac(model: PreTrainedModel, rows: list[MicroBatch]) -> float:
-    """Return the share of the rows' tokens that shared prefixes save."""
-    if not vars(model)[_ATTRIBUTE].shares_prefixes:
-        return 0.0
-    computed = sum(len(_shared(row).kept) for row in rows)
-    return 1 - computed / max(1, sum(row.tokens.length for row in rows))
+def computed_fracs(model: PreTrainedModel, rows: list[MicroBatch]) -> tuple[float, float]:
+    """Return the tokens that a pass over the rows computes, by the rows' tokens, and by those that exist: tokens of
+    all samples, those that stand behind the same beginning once."""
+    lengths = [row.tokens.length for row in rows]
+    shares = vars(model)[_ATTRIBUTE].shares_prefixes
+    computed = sum(len(_shared(row).kept) for row in rows) if shares else sum(lengths)
+    ids = [distinct_ids(row.tokens.ids, row.tokens.pictures) for row in rows]
+    samples = [part for row, own in zip(rows, ids, strict=True) for part in np.split(own, np.cumsum(row.lengths)[:-1])]
+    return computed / max(1, sum(lengths)), computed / max(1, num_distinct(samples))
 
 
 def _shared(row: MicroBatch) -> SharedPrefixes:

@@ -21,8 +21,7 @@ from trireme.base.errors import ConfigError
 from trireme.base.log import get_logger
 from trireme.base.paths import replace_folder
 from trireme.messages import Picture, build_tokens
-from trireme.trainer.sft.conversations import Completion, Conversation
-from trireme.trainer.sft.rendering import Renderer, Tokenized, tokenized
+from trireme.trainer.sft.rendering import Tokenized
 
 log = get_logger("data")
 
@@ -184,15 +183,14 @@ class SampleFiles:
 
 
 def write_samples(
-    conversations: Iterable[Conversation | Completion],
-    renderer: Renderer,
+    conversations: Iterable[list[Tokenized]],
     train: SampleWriter,
     held_out: SampleWriter | None = None,
     *,
     held_out_fraction: float = 0.0,
 ) -> None:
     """Write samples, holding out some conversations evenly over the data, so that sorted data are represented."""
-    for number, samples in enumerate(tokenized(renderer, iter(conversations))):
+    for number, samples in enumerate(conversations):
         is_held_out = floor((number + 1) * held_out_fraction) > floor(number * held_out_fraction)
         writer = held_out if held_out and is_held_out else train
         writer.add(samples)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trireme.base.disk import when_there_is_room
@@ -16,7 +17,7 @@ from trireme.base.paths import RunPaths
 from trireme.base.waiting import Waits
 from trireme.config.model.folder import config_file, load_described
 from trireme.config.model.weights import rows_of
-from trireme.config.sft import SftConfig, Source
+from trireme.config.sft import FAKE, FAKE_OF_ANY_LENGTH, SftConfig, Source
 from trireme.config.trainer import TrainerModel
 from trireme.journal.manifest import complete_steps
 from trireme.journal.origin import read_origin
@@ -26,10 +27,12 @@ from trireme.trainer.parallel.mesh import World
 from trireme.trainer.sft.conversations import read_conversations
 from trireme.trainer.sft.dataset import Epochs, Portion, SampleFiles, SampleWriter, require_samples, write_samples
 from trireme.trainer.sft.pictures import PictureReader
-from trireme.trainer.sft.rendering import Renderer
+from trireme.trainer.sft.rendering import Renderer, Tokenized, tokenized
 from trireme.trainer.tokenizer import open_tokenizer
 
 log = get_logger("data")
+
+MADE_UP = 512  # samples of an epoch of random tokens
 
 
 def open_tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
@@ -101,15 +104,18 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
     new_writer = partial(SampleWriter, seq_len=config.seq_len, drop=config.overlong == "drop")
     writers, validation = {f"train_{number}": new_writer() for number in range(len(config.sources))}, new_writer()
     for writer, source in zip(writers.values(), config.sources, strict=True):
-        conversations = read_conversations(source, pictures, meanwhile)
-        write_samples(conversations, renderer, writer, validation, held_out_fraction=config.validation_fraction)
+        if source.data in (FAKE, FAKE_OF_ANY_LENGTH):
+            samples = _made_up(config, renderer.tokenizer.vocab_size, varies=source.data == FAKE_OF_ANY_LENGTH)
+        else:
+            samples = tokenized(renderer, read_conversations(source, pictures, meanwhile))
+        write_samples(samples, writer, validation, held_out_fraction=config.validation_fraction)
         log.info("%s: %s", source.data, writer.counts)
         require_samples(writer, source.data)
 
     # A validation source of its own is read whole; otherwise the sources have held some conversations out.
     if config.validation:
         source = Source(data=config.validation, split=config.validation_split)
-        write_samples(read_conversations(source, pictures, meanwhile), renderer, validation)
+        write_samples(tokenized(renderer, read_conversations(source, pictures, meanwhile)), validation)
 
     if config.validation or config.validation_fraction:
         log.info("validation: %s", validation.counts)
@@ -139,6 +145,19 @@ def _write_all(config: SftConfig, waits: Waits, meanwhile: Callable[[], None]) -
             writer.write(folder / name)
 
     when_there_is_room(write, what="samples", folder=folder, waits=waits, deadline_s=config.disk_timeout_s)
+
+
+def _made_up(config: SftConfig, vocabulary: int, *, varies: bool) -> Iterator[list[Tokenized]]:
+    """Yield samples of random tokens, all of which are learned but the first.
+
+    Args:
+        vocabulary: ids below this are drawn.
+        varies: whether samples have any length up to `seq_len`, or all that one.
+    """
+    chance = np.random.default_rng(config.seed)
+    for _ in range(MADE_UP):
+        length = int(chance.integers(2, config.seq_len, endpoint=True)) if varies else config.seq_len
+        yield [Tokenized(chance.integers(vocabulary, size=length).tolist(), [1] * length)]
 
 
 def _rows_of(model: TrainerModel) -> int | None:

@@ -25,8 +25,8 @@ from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Environment as EnvironmentConfig
 from trireme.orchestrator.environments import pool
 from trireme.orchestrator.environments.pool import open_environment
-from trireme.orchestrator.session.session import RolloutFailed
-from trireme.orchestrator.session.wire import Done
+from trireme.orchestrator.session.session import RolloutFailed, Session
+from trireme.orchestrator.session.wire import Done, RunTask
 
 REFUSED = {
     "raises": (
@@ -162,6 +162,27 @@ def test_rollouts_without_a_worker_wait_by_one_name_and_with_a_deadline(tmp_path
     assert named == [("a worker of environment 'slow'", 6 * 90.0, tmp_path / "logs/environment-slow-0.stdout")]
     assert [type(outcome) for outcome in outcomes] == [Done] * 5
     assert waits.now() == []
+
+
+def test_a_rollout_whose_answer_failed_waits_for_no_worker(tmp_path):
+    """The worker never comes back; a second rollout waits for the only slot."""
+    waits = Waits("orchestrator", tmp_path / "logs")
+
+    async def main():
+        settings = EnvironmentConfig(id=write(tmp_path, TOY + SECOND_LOAD.format("time.sleep(60)")), max_concurrent=1)
+        async with open_environment(settings, logs=tmp_path / "logs", load_timeout_s=60, waits=waits) as environment:
+            await kill(environment)
+            sessions = [Session(RunTask(task=f"r{i}", index=i), says("x")) for i in range(2)]
+            running = [asyncio.create_task(environment.run(session)) for session in sessions]
+            while not waits.now():
+                await asyncio.sleep(0.01)
+            for session in reversed(sessions):
+                session.fail(RolloutFailed("rollout", f"{session.task.task} broke"))
+            return await asyncio.gather(*running, return_exceptions=True), environment.counts
+
+    outcomes, counts = asyncio.run(asyncio.wait_for(main(), 30))
+    assert [str(outcome) for outcome in outcomes] == ["rollout: r0 broke", "rollout: r1 broke"]
+    assert counts["rollout_error"] == 2
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ RL: list[tuple[str, dict[str, Any]]] = [
     ("orchestrator.train.group_size = 4", {"orchestrator.rollouts_per_example": 4}),
     ("orchestrator.train.sampling.max_completion_tokens = 9", {"orchestrator.sampling.max_tokens": 9}),
     ("orchestrator.concurrency = { min_inflight = 1, max_inflight = 64 }", {"orchestrator.max_concurrent": 64}),
+    ("orchestrator.token_batch_size = 9", {"orchestrator.token_batch_size": 9, "orchestrator.batch_size": None}),
     ("orchestrator.train.filter_zero_advantages = true", {"orchestrator.filters.zero_advantage": "mask"}),
     (SOURCE, {"orchestrator.env.0.id": "task", "orchestrator.env.0.name": "a", "orchestrator.env.0.args": {}}),
     (
@@ -161,6 +162,14 @@ RL: list[tuple[str, dict[str, Any]]] = [
     ),
     ("[trainer.scheduler]\ntype = 'linear'", {"trainer.scheduler.type": "linear"}),
     (
+        "[deployment]\n[trainer.scheduler]\ntype = 'linear'",
+        {"trainer.scheduler.type": "wsd", "trainer.scheduler.decay_steps": 10, "trainer.scheduler.warmup_steps": 10},
+    ),
+    (
+        "[ckpt]\n[trainer.scheduler]\ntype = 'linear'\ndecay_steps = 0",
+        {"trainer.scheduler.type": "constant", "trainer.scheduler.decay_steps": None},
+    ),
+    (
         "[trainer.loss]\ntype = 'icepop'\nratio_low = 0.3",
         {"trainer.loss.type": "importance", "trainer.loss.ratio_high": 5.0},
     ),
@@ -176,6 +185,13 @@ RL: list[tuple[str, dict[str, Any]]] = [
 def test_file_means_the_same_here(text, ours):
     config, _ = load(text)
     assert {key: value_at(config, key) for key in ours} == ours
+
+
+@pytest.mark.parametrize(("keys", "is_said"), [("", True), ("eps = 0.1", False), ("ipo_threshold = 0.1", False)])
+def test_ipo_without_a_threshold_says_whose_default_it_takes(keys, is_said):
+    _, invocation = load(f"[trainer.loss]\ntype = 'ipo'\n{keys}")
+    said = " ".join(str(line) for line in invocation.lines)
+    assert ("2026-09-18" in said, "eps 0.3" in said) == (is_said, is_said)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +257,7 @@ def test_thinking_is_retained_if_the_configured_template_keeps_it(template, flag
         ("[orchestrator.renderer]\nmax_width = 3", "orchestrator.renderer.max_width", "chat_template_kwargs"),
         ("trainer.model.quantization = { type = 'fp8' }", "trainer.model.quantization", "inference.args"),
         ("trainer.model.debug.num_layers = 2", "trainer.model.debug.num_layers", "Remove it"),
-        ("trainer.data.fake.batch_size = 2", "trainer.data", "Remove it"),
+        ("trainer.data.fake.batch_size = 2", "trainer.data.fake", "sft --data fake"),
         ("trainer.max_concurrent_runs = 2", "trainer.max_concurrent_runs", "Start one for each"),
         ("orchestrator.client.base_url = ['http://h:1/v1']", "orchestrator.client.base_url", "hosts.inference"),
         ("ckpt.output_dir = 'x'", "ckpt.output_dir", "output_dir"),
@@ -298,6 +314,13 @@ def test_key_without_counterpart_is_refused_by_its_name(text, key, nearest):
             {"orchestrator.env.0.buffer.online_difficulty_filtering": True},
         ),
         (
+            "[[orchestrator.train.source]]\ncurriculum = { gates = { a = {}, b = { reject_max = 0.1 } } }",
+            {
+                "orchestrator.env.0.buffer.online_difficulty_filtering": True,
+                "orchestrator.env.0.buffer.advantage_range": [0.0, 0.1],
+            },
+        ),
+        (
             "[[orchestrator.eval.source]]\ngroup_size = 4\nskip_first_step = true\nnum_examples = 7",
             {
                 "orchestrator.eval.env.0.rollouts_per_example": 4,
@@ -334,6 +357,8 @@ SFT: list[tuple[str, dict[str, Any]]] = [
         '[data]\nname = "o/d"\nsubsets = ["a", "b"]\nsplits = ["t"]',
         {"data": None, "source.0.subset": "a", "source.1.subset": "b", "source.1.split": "t"},
     ),
+    ('[data]\ntype = "fake"\ninput_ids = "increasing"', {"data": "fake"}),
+    ('[data]\ntype = "fake"\nlength = "variable"', {"data": "fake-of-any-length"}),
     ('[data]\nname = "o/d"\nloss_mask = { user = true }', {"loss_on": ["user", "assistant"]}),
     ('[[data.source]]\ndataset = "o/d"', {"source.0.data": "o/d"}),
     ('[val]\ninterval = 5\n[val.data]\nname = "o/v"', {"validation": "o/v", "validation_interval": 5}),
@@ -395,6 +420,18 @@ def test_evaluation_file_names_its_server():
     config, _ = load(f'{text}[[eval.source]]\n[eval.source.env.taskset]\nid = "t"', root=EvalConfig)
     assert (config.model.name, config.client.base_url, config.max_concurrent) == ("m", "http://h/v1", 3)
     assert config.env[0].id == "t"
+
+
+@pytest.mark.parametrize("root", [RunConfig, EvalConfig])
+def test_source_of_an_evaluation_keeps_its_own_temperature(root):
+    text = "group_size = 4\n{}[TABLE.env.taskset]\nid = 't'\n"
+    warm = text.format("[TABLE.sampling]\ntemperature = 0.7\n")
+    table = "orchestrator.eval.source" if root is RunConfig else "eval.source"
+    config, _ = load(
+        f"[[TABLE]]\n{warm}[[TABLE]]\n{text.format('')}".replace("TABLE", table).replace("= 4", "= 3", 1), root=root
+    )
+    envs = config.orchestrator.eval.env if root is RunConfig else config.env
+    assert [(each.rollouts_per_example, each.sampling.temperature) for each in envs] == [(3, 0.7), (4, 1.0)]
 
 
 @pytest.mark.parametrize(

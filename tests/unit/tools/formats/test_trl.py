@@ -1,10 +1,13 @@
 """Keys of TRL as keys of ours: its defaults, and its arithmetic of batches and steps by hand."""
 
 import math
+import statistics
 from typing import Any
 
+import numpy as np
 import pytest
 
+from trireme.algo.advantage import group_mean_std
 from trireme.config.run import RunConfig
 from trireme.config.section import find
 from trireme.config.sft import SftConfig
@@ -52,6 +55,16 @@ def test_defaults_of_trl_are_set():
 def test_batch_holds_whole_groups_of_one_optimizer_step(given: dict[str, Any], batch: int, steps: int):
     made = grpo(num_examples=100, **given)
     assert (made["orchestrator.batch_size"], made["max_steps"], made["problems"]) == (batch, steps, [])
+
+
+@pytest.mark.parametrize("group", [2, 8])
+def test_advantages_divide_by_the_deviation_of_a_sample(group: int):
+    rewards = [0.25 * (place % 3) for place in range(group)]
+    made = grpo(num_generations=group)
+    found = made["trainer.loss.adv_tau"] * group_mean_std(np.array(rewards))
+    by_hand = [(reward - statistics.mean(rewards)) / statistics.stdev(rewards) for reward in rewards]
+    np.testing.assert_allclose(found, by_hand, rtol=1e-4)
+    assert "trainer.loss.adv_tau" not in grpo(scale_rewards=False)
 
 
 def test_completions_that_are_no_whole_groups_are_refused():

@@ -63,6 +63,7 @@ def test_words_of_an_example_script_are_a_run_that_would_start():
 def test_batch_is_the_rollouts_of_one_optimizer_step():
     """16 prompts are 4 steps of 4 x 8 rollouts, 70 rows 4 whole batches an epoch, and there are two epochs."""
     assert values(read(), "orchestrator.batch_size", "orchestrator.rollouts_per_example") == [32, 8]
+    assert values(read(), "trainer.loss.adv_tau") == [math.sqrt(7 / 8)]
     assert read().max_steps == 4 * 4 * 2
     assert read("trainer.total_training_steps=10").max_steps == 40
 

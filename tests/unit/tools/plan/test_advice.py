@@ -52,7 +52,10 @@ def test_a_run_accepts_each_line_of_the_advice(config_file, monkeypatch, flags):
         assert plan([*argv, "--gpu", "h100", "--gpus", "8"]) in (0, 1)
 
 
-@pytest.mark.parametrize(("more", "num_lines"), [("", 11), ('[trainer.model.ac]\nmode = "selective"', 9)])
+@pytest.mark.parametrize(
+    ("more", "num_lines"),
+    [("", 12), ('[trainer.model.ac]\nmode = "selective"', 10), ("[trainer.optim]\ncpu_offload = true", 10)],
+)
 def test_following_one_line_of_the_advice_saves_what_it_said(config_file, more, num_lines):
     config_file.write_text(config_file.read_text() + more)
     flags = ["--model.name", "Qwen/Qwen2.5-7B", "--trainer.model.optimization-dtype", "bfloat16"]

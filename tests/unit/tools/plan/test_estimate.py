@@ -56,6 +56,17 @@ def test_the_better_split_is_of_whole_engines_and_teams_and_fits(config_file, ca
     assert (paired.engine_gpus % 2, paired.trainer_gpus % 2) == (0, 0)
 
 
+def test_gpus_of_all_machines_share_the_work(config_file):
+    """Two machines with 4 GPUs for the trainer are as 8 of one; engines on machines of their own take none of them."""
+    counts = shlex.split("--model.name Qwen/Qwen3-8B --inference-gpus 4 --trainer-gpus")
+    hosts = shlex.split("--device cuda --hosts.trainer 10.0.0.1 10.0.0.2 --hosts.inference 10.0.0.3 10.0.0.4")
+    one = estimated(config_file, *counts, "8", gpus=12)
+    two = estimated(config_file, *counts, "4", *hosts, "--hosts.orchestrator", "10.0.0.1", gpus=8)
+    assert (two.ranks, two.trainer_gpus, two.engine_gpus, two.best_split) == (8, 8, 8, None)
+    assert two.configured_split.training_s == one.configured_split.training_s
+    assert two.configured_split.sampling_s < one.configured_split.sampling_s
+
+
 def test_a_plan_of_something_unknown_or_wrong_is_refused(config_file):
     for words, refusal in (
         ("--model.name some/model --gpu h100", r"'some/model' is no folder .* is not in the hub's cache"),

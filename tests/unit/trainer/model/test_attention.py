@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from support.models.families import build_attending_model, build_config, flash_on_cpu
 from trireme.algo.packing import buckets, positions, share_prefixes, unsampled_row
 from trireme.config.trainer import TrainerModel
-from trireme.trainer.model.forward import attach_scorer, scorer_of, shared_frac
+from trireme.trainer.model.forward import attach_scorer, computed_fracs, scorer_of
 from trireme.trainer.model.packing.attention import ARGUMENT, FLASH, PackedRow, attend_on_cpu, use_packed_attention
 
 CPU = torch.device("cpu")
@@ -52,7 +52,10 @@ def test_nothing_is_shared_where_chance_has_a_say(dropout, shares, world):
     scorer = scorer_of(model, CPU)
     assert (scorer.is_packed, scorer.shares_prefixes) == (True, shares)
     ids = [3, 4, 5, 6, 7, 3, 4, 5, 9, 8, 3, 4, 3, 4, 5, 6, 7, 3, 3, 4, 5, 6, 11, 12]
-    assert shared_frac(model, [unsampled_row(ids, [5, 4, 3, 5, 1, 6])]) == (pytest.approx(1 - 11 / 24) if shares else 0)
+    in_one_row = [unsampled_row(ids, [5, 4, 3, 5, 1, 6])]
+    assert computed_fracs(model, in_one_row) == pytest.approx((11 / 24, 1) if shares else (1, 24 / 11))
+    in_two = [unsampled_row(ids[:9], [5, 4]), unsampled_row(ids[9:], [3, 5, 1, 6])]  # 6 and 10 are distinct
+    assert computed_fracs(model, in_two) == pytest.approx((16 / 24, 16 / 11) if shares else (1, 24 / 11))
 
 
 def test_a_model_whose_samples_see_one_another_without_a_mask_keeps_it(world):

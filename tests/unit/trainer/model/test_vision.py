@@ -21,7 +21,7 @@ from trireme.base.errors import ConfigError
 from trireme.config.run import Model, RunConfig
 from trireme.config.trainer import ActivationCheckpointing, Lora, Loss, Optimizer, TrainerConfig, TrainerModel, Vlm
 from trireme.messages import Picture, build_tokens
-from trireme.trainer.model.forward import compute_columns, scorer_of, shared_frac
+from trireme.trainer.model.forward import compute_columns, computed_fracs, scorer_of
 from trireme.trainer.model.lora import is_adapter
 from trireme.trainer.model.model import load_model
 from trireme.trainer.model.vision import give_pictures
@@ -132,8 +132,9 @@ def test_samples_of_a_row_see_what_they_see_alone(folders, kind, is_packed, worl
     one, other = (number for number, text in enumerate(texts) if text[-4:] == [30, 31, 32, 33])
     assert texts[one] == texts[other]
     assert (expected[one] - expected[other]).abs().max() > 1e-3
-    shared = shared_frac(model, [one_row([samples[one], samples[other]])])
-    assert 0 < shared < 0.05 < shared_frac(model, [one_row(samples)])
+    computed, of_existing = computed_fracs(model, [one_row([samples[one], samples[other]])])
+    assert 1 > computed > 0.95 > computed_fracs(model, [one_row(samples)])[0]
+    assert of_existing == 1
 
 
 @pytest.mark.parametrize(
