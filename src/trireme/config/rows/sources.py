@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trireme.config.rows.rules import is_off
+from trireme.config.rows.rules import is_off, value_of
 from trireme.config.translation import Refused, Rule, Settings, value_at
 
 ENV = "orchestrator.env[]"
@@ -46,6 +46,14 @@ def set_algorithm(above: str) -> Rule:
         if isinstance(algo, str):
             algo = {"type": algo}
         kind, source = algo.get("type", "grpo"), value_at(algo, ("sampling", "source"), "policy")
+
+        # Here a source's tables go over the run's key by key; there its algorithm replaces the run's.
+        whole = value_of(table, "orchestrator", "algo") or value_of(table, "orchestrator", "train", "algo")
+        of_run = whole.get("type")
+        if above != "orchestrator" and of_run != kind and of_run in ("echo", "opd", "opsd", "sft"):
+            raise Refused(
+                f"the run's is {of_run}, of which a source would keep a part. Write one in each source alone."
+            )
         if kind == "sft":
             return _distil(f"{above}.teacher", source) | {f"{above}.teacher.samples": True}
         settings: Settings = {}

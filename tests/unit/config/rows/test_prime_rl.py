@@ -250,6 +250,11 @@ def test_thinking_is_retained_if_the_configured_template_keeps_it(template, flag
         ('[orchestrator.algo]\ntype = "echo"\nfilter.import_path = "m.f"', "orchestrator.algo", "alpha"),
         ('[orchestrator.algo]\ntype = "sft"', "orchestrator.algo", "sampling.source"),
         (
+            '[orchestrator.train.algo]\ntype = "echo"\n[[orchestrator.env]]\nalgo = "grpo"',
+            "orchestrator.env[0].algo",
+            "each source",
+        ),
+        (
             "[orchestrator.renderer]\nthinking_retention = 'all'",
             "orchestrator.renderer.thinking_retention",
             "branching",
