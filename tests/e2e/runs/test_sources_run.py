@@ -30,15 +30,13 @@ def test_two_sources_train_in_one_batch_on_two_ranks_to_the_bit(tmp_path):
     assert "differ" not in run_command("trireme", "replay", run.root)
 
 
+# In the grammar of prime-rl.
 ALGORITHMS = """
 max_steps = 4
 seq_len = 160
 seed = 7
-[model]
-name = "models/alphabet-sort-tiny"
-[trainer]
-num_ranks = 2
-micro_batch_tokens = 512
+model.name = "models/alphabet-sort-tiny"
+trainer = { num_ranks = 2, micro_batch_tokens = 512 }
 [orchestrator]
 batch_size = 24
 group_size = 4
@@ -58,7 +56,6 @@ group_size = 1
 algo = { type = "opsd", demo_key = "answer" }
 env.taskset = { id = "reverse-text", max_length = 6 }
 """
-"""In the grammar of prime-rl."""
 
 
 @pytest.mark.slow
@@ -68,24 +65,15 @@ def test_tokens_that_the_policy_did_not_sample_train_it_to_the_bit(tmp_path):
         (tmp_path / "rl.toml").write_text(ALGORITHMS.replace("ADDRESS", f"127.0.0.1:{teacher.port}"))
         run_command("rl", "@", tmp_path / "rl.toml", "--output-dir", tmp_path / "run")
     run = Run(tmp_path / "run")
-    assert any(row["ce/nll"] > 0 for row in run.rows("trainer") if "ce/nll" in row)
-
     found = set()
     for rollout in (rollout for batch in run.batches() for rollout in batch.rollouts):
         found.add((rollout.env, rollout.model))
+        has_others = rollout.env == "taught" or (rollout.env == "echoed" and rollout.num_turns > 1)
         for sample in rollout.samples:
-            weighted = sample.by_cross_entropy
-            assert (
-                (weighted == (sample.loss_mask == 1)).all()
-                if rollout.model
-                else not weighted[sample.loss_mask == 1].any()
-            )
-            assert (sample.versions[weighted] == -1).all()
-            assert weighted.any() == (rollout.env == "taught" or (rollout.env == "echoed" and rollout.num_turns > 1))
-        assert [len(part) for part in rollout.teacher] == [s.length for s in rollout.samples] * (rollout.env == "shown")
+            assert sample.by_cross_entropy.any() == has_others
+            assert (sample.loss_mask[sample.by_cross_entropy] == (rollout.env == "taught")).all()
+            assert (sample.versions[sample.by_cross_entropy] == -1).all()
+        assert len(rollout.teacher) == len(rollout.samples) * (rollout.env == "shown")
     assert found == {("taught", "models/alphabet-sort-tiny"), ("echoed", ""), ("shown", "")}
-
-    audited = run_command("trireme", "audit", run.root)
-    assert "nothing was lost" in audited
-    assert "models/alphabet-sort-tiny sampled rollouts of taught" in audited
+    assert "alphabet-sort-tiny sampled rollouts of taught" in run_command("trireme", "audit", run.root)
     assert "differ" not in run_command("trireme", "replay", run.root)

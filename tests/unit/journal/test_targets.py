@@ -260,6 +260,11 @@ def test_sampled_first_token_without_a_prompt_is_not_trained_on():
     places, _ = places_of(found.micro_batches[0])
     assert (found.loss_tokens, found.loss_samples) == (len(places), 2) == (3, 2)
     assert num_learned([Sample(tokens, 1.0) for tokens in rollout.samples]) == [2, 1, 0]
+    weighted = msgspec.structs.replace(rollout.samples[0], ce_weights=np.float32([1, 0, 1]))
+    found = DealtBatch(
+        record_of([rollout_of(0.0), msgspec.structs.replace(rollout, samples=[weighted])]), world=1, capacity=16
+    )
+    assert (found.share(0).loss_tokens, found.share(0).ce_tokens) == (3, 1)
 
 
 def test_row_cost_follows_the_sizes_of_the_trained_model(tmp_path, model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trireme.config.rows.rules import is_off
+from trireme.config.rows.rules import is_off, value_of
 from trireme.config.translation import Refused, Rule, Settings, value_at
 
 ENV = "orchestrator.env[]"
@@ -46,6 +46,14 @@ def set_algorithm(above: str) -> Rule:
         if isinstance(algo, str):
             algo = {"type": algo}
         kind, source = algo.get("type", "grpo"), value_at(algo, ("sampling", "source"), "policy")
+
+        # Here a source's tables go over the run's key by key; there its algorithm replaces the run's.
+        whole = value_of(table, "orchestrator", "algo") or value_of(table, "orchestrator", "train", "algo")
+        of_run = whole.get("type")
+        if above != "orchestrator" and of_run != kind and of_run in ("echo", "opd", "opsd", "sft"):
+            raise Refused(
+                f"the run's is {of_run}, of which a source would keep a part. Write one in each source alone."
+            )
         if kind == "sft":
             return _distil(f"{above}.teacher", source) | {f"{above}.teacher.samples": True}
         settings: Settings = {}
@@ -55,10 +63,9 @@ def set_algorithm(above: str) -> Rule:
                 raise Refused(
                     "expected no `filter`: nothing narrows the roles here. Remove it, or lower their `alpha`."
                 )
-            roles = algo.get("roles") or {"tool": {}}
-            settings |= {
-                f"{above}.echo.{role}": each.get("alpha", 0.1) for role, each in roles.items() if not is_off(each)
-            }
+            kind, roles = "grpo", algo.get("roles") or {"tool": {}}
+            given = {role: each.get("alpha", 0.1) for role, each in roles.items() if not is_off(each)}
+            settings |= {f"{above}.echo.{role}": weight for role, weight in given.items()}
         if kind in ADVANTAGES:
             settings[f"{above}.advantage.type"] = ADVANTAGES[kind]
             for key in ("decay", "episode_agents"):
@@ -71,7 +78,7 @@ def set_algorithm(above: str) -> Rule:
         elif kind == "opd":
             settings |= _distil(f"{above}.teacher", algo.get("teacher"))
         else:
-            raise Refused(f"expected one of {', '.join(ADVANTAGES)}, opd, opsd, sft. Take one of these.")
+            raise Refused(f"expected one of {', '.join(ADVANTAGES)}, echo, opd, opsd, sft. Take one of these.")
 
         if source != "policy":
             raise Refused(
@@ -87,13 +94,7 @@ def set_algorithm(above: str) -> Rule:
     return rule
 
 
-ADVANTAGES = {
-    "grpo": "group_mean",
-    "echo": "group_mean",
-    "max_rl": "max_rl",
-    "rae": "rae",
-    "hierarchical_grpo": "hierarchical_grpo",
-}
+ADVANTAGES = {"grpo": "group_mean", "max_rl": "max_rl", "rae": "rae", "hierarchical_grpo": "hierarchical_grpo"}
 """Algorithms that differ in the advantage alone, and ours."""
 
 

@@ -41,6 +41,7 @@ def refusal(text: str, flags: str = "", root: Any = RunConfig, **options: Any) -
 SOURCE = '[[orchestrator.train.source]]\nname = "a"\n[orchestrator.train.source.env.taskset]\nid = "task"\n'
 MULTI = '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\n[slurm]\njob_name = "x"\n'
 TEACHER = 'teacher = { name = "t", base_url = "http://h:1/v1" }'
+TAUGHT = {"samples": True, "base_url": "http://h:1/v1", "model": "t"}
 
 RL: list[tuple[str, dict[str, Any]]] = [
     ("orchestrator.group_size = 4", {"orchestrator.rollouts_per_example": 4}),
@@ -103,13 +104,9 @@ RL: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         SOURCE.replace('"a"', f'"a"\nalgo = {{ type = "sft", {TEACHER.replace("teacher", "sampling.source")} }}'),
-        {
-            "orchestrator.env.0.teacher.samples": True,
-            "orchestrator.env.0.teacher.base_url": "http://h:1/v1",
-            "orchestrator.env.0.teacher.model": "t",
-        },
+        {f"orchestrator.env.0.teacher.{key}": value for key, value in TAUGHT.items()},
     ),
-    ('[orchestrator.algo]\ntype = "echo"', {"orchestrator.echo.tool": 0.1, "orchestrator.echo.user": 0.0}),
+    ('[orchestrator.algo]\ntype = "echo"', {"orchestrator.echo.tool": 0.1}),
     (
         '[orchestrator.algo]\ntype = "echo"\nroles = { user = { alpha = 0.5 }, system = {} }',
         {"orchestrator.echo.user": 0.5, "orchestrator.echo.system": 0.1, "orchestrator.echo.tool": 0.0},
@@ -252,6 +249,11 @@ def test_thinking_is_retained_if_the_configured_template_keeps_it(template, flag
     [
         ('[orchestrator.algo]\ntype = "echo"\nfilter.import_path = "m.f"', "orchestrator.algo", "alpha"),
         ('[orchestrator.algo]\ntype = "sft"', "orchestrator.algo", "sampling.source"),
+        (
+            '[orchestrator.train.algo]\ntype = "echo"\n[[orchestrator.env]]\nalgo = "grpo"',
+            "orchestrator.env[0].algo",
+            "each source",
+        ),
         (
             "[orchestrator.renderer]\nthinking_retention = 'all'",
             "orchestrator.renderer.thinking_retention",
