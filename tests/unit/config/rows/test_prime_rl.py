@@ -418,6 +418,8 @@ def test_source_of_an_evaluation_keeps_its_own_temperature(root):
         ("orchestrator.groop_size = 4", "", "unknown key `orchestrator.groop_size` ... `orchestrator.group_size`"),
         ("", "--orchestrator.groop-size 4", "`--orchestrator.groop-size` ... `--orchestrator.group-size`"),
         ("[monitors.wanb]\nproject = 'p'", "", "`monitors.wanb` ... `monitors.wandb`"),
+        ("monitors.wandb.nmae = 'p'", "", "`monitors.wandb.nmae` ... `monitors.wandb.name`"),
+        ("", "--orchestrator.train.sampling.max-completion-token 4", "`--orchestrator.sampling.max-completion-tokens`"),
         (f"{SOURCE}[orchestrator.train.source.smapling]\n", "", "`orchestrator.train.source[0].smapling`"),
         ("orchestrator.group_size = 'many'", "", '`orchestrator.group_size = "many"` - expected integer'),
         ("", "--orchestrator.group-size many", "`--orchestrator.group-size many` - expected integer"),
