@@ -64,7 +64,11 @@ def explain(root: type[Section], error: dict[str, Any], path: KeyPath, found: Fi
     if found is None:
         return unknown_key(root, path, source, value=error["input"])
     if error["type"] == "missing":
-        return f"{source.label}: `{as_key(source.shown(path))}` is missing - expected {found.words}. {found.doc}"
+        shown = source.shown(path)
+        words = f"{source.label}: `{as_key(shown)}` is missing - expected {found.words}. {found.doc}"
+        # In a source of prime-rl's it is inside of a table whose name may be misspelt.
+        theirs = ".".join(part for part in shown[:-1] if not part.isdigit())
+        return f"{words} Of prime-rl's sources, `[{theirs}.env.taskset]` has it." if "source" in shown else words
 
     shown = source.shown(path)
     value = source.line.value if source.line and path == source.ours else error["input"]
