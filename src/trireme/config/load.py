@@ -349,7 +349,11 @@ class _Reading:
     def _translate_flag(self, flag: TypedFlag, path: KeyPath, is_negated: bool) -> KeyPath | None:
         """Return our key for that of a flag; None if it was set here, or has no effect."""
         rows = rows_for(self.root)
-        if (ours := renamed(path, rows, self.root)) == path or not is_known(path, rows, self.root):
+        # A table of ours may be a text there (`--model NAME` of evaluations), which a rule takes.
+        has_rule = any(callable(row.ours) for row in rows if row.theirs == ".".join(path))
+        is_table = (field := find(self.root, path)) is not None and field.kind == "section" and not field.optional
+        ours = None if has_rule and is_table and flag.values else renamed(path, rows, self.root)
+        if ours == path or not is_known(path, rows, self.root):
             return path
         words = " ".join(flag.values)
         value: Any = False if is_negated else read_structure(words) if flag.values else True

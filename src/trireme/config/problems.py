@@ -64,7 +64,11 @@ def explain(root: type[Section], error: dict[str, Any], path: KeyPath, found: Fi
     if found is None:
         return unknown_key(root, path, source, value=error["input"])
     if error["type"] == "missing":
-        return f"{source.label}: `{as_key(source.shown(path))}` is missing - expected {found.words}. {found.doc}"
+        shown = source.shown(path)
+        words = f"{source.label}: `{as_key(shown)}` is missing - expected {found.words}. {found.doc}"
+        # In a source of prime-rl's it is inside of a table whose name may be misspelt.
+        theirs = ".".join(part for part in shown[:-1] if not part.isdigit())
+        return f"{words} Of prime-rl's sources, `[{theirs}.env.taskset]` has it." if "source" in shown else words
 
     shown = source.shown(path)
     value = source.line.value if source.line and path == source.ours else error["input"]
@@ -88,7 +92,13 @@ def unknown_key(
     prefix = ".".join([*source.hidden, ""])
 
     def typed(keys: list[KeyPath], between: str) -> str:
-        names = (".".join(key).removeprefix(prefix) for key in keys)
+        # A slip in a table of theirs is corrected there, under the table's name as it was written.
+        written, join = source.shown(path)[:-1], ".".join if source.is_flag else as_key
+        own = [key[:-1] == whole[:-1] for key in keys]
+        names = [
+            join((*written, key[-1])) if is_own else ".".join(key).removeprefix(prefix)
+            for key, is_own in zip(keys, own, strict=True)
+        ]
         return between.join(f"`{as_flag((name,)) if source.is_flag else name}`" for name in names)
 
     # One answer about the key itself, or one for each key of an unknown table.
@@ -162,6 +172,13 @@ def counterpart(root: type[Section], path: KeyPath, value: Any = None) -> list[K
         return [moved]
     fits = [key for key in _named_alike(root, path) if not (isinstance(value, dict) and _is_leaf(root, key))]
     if found := fits or WORDS.get(path[-1], "") or _slips(root, path):
+        return found
+    # A slip in a table that is renamed.
+    if (
+        len(path) > 1
+        and (table := renamed(path[:-1], rows_for(root), root))
+        and (found := _slips(root, (*table, path[-1])))
+    ):
         return found
     return OF_VLLM if path[0] == "inference" and find(root, path[:1]) else []
 

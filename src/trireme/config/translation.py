@@ -21,8 +21,8 @@ from trireme.config.section import Section, as_key, find
 
 KeyPath = tuple[str, ...]  # the parts of a key's path, from the root; items of an array are numbers
 Settings = dict[str, Any]  # our dotted key -> value
-Answer = Settings | tuple[Settings, str] | str
-Rule = Callable[[Any, dict[str, Any]], Answer]
+Made = Settings | tuple[Settings, str] | str  # what a rule returns
+Rule = Callable[[Any, dict[str, Any]], Made]
 """A function of a key's value and of all that was given in their keys. It returns our keys with their values (and a
 note of its own), or why the key has no effect, and raises `Refused` for a value that has no counterpart."""
 

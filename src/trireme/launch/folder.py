@@ -77,8 +77,8 @@ def hold(paths: RunPaths, process: str, *, leave_s: float = LEAVE_S) -> Iterator
             if is_alive or time.monotonic() >= give_up:
                 raise ConfigError(
                     f"another {process} (process {holder or 'unknown'}) is running in {paths.root} - "
-                    "expected one at a time. Stop it, or name another folder: `--name another`, or `--output DIR` of a "
-                    "command that has that."
+                    "expected one at a time. Stop it, or name another folder, such as `--name another` or "
+                    "`--output-dir DIR`."
                 )
             time.sleep(0.1)
 

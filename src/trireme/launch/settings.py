@@ -140,10 +140,16 @@ def print_changes(
     shown = [each for each in changes_since(read_table(where), config, process) if each.when != "at once"]
     if shown:
         print(f"other settings than before (those are in {where}):")
+    # A table that came or went is one line.
+    whole = {each.key for each in shown if ABSENT in (each.before, each.now)}
+    inside = {each.key: key for each in shown for key in whole if each.key.startswith(f"{key}.")}
     for each in shown:
+        if each.key in inside:
+            continue
         # A changed secret is reported, and its values are not.
         one, other = (without_secrets({each.key.rpartition(".")[2]: value}) for value in (each.before, each.now))
-        values = " -> ".join(in_words(next(iter(value.values()))) for value in (one, other))
+        absent = "a table" if each.key in inside.values() else "nothing"
+        values = " -> ".join(in_words(next(iter(value.values())), absent) for value in (one, other))
 
         # A schedule that ends with the run depends on its length.
         scheduler = training(config).scheduler.type if each.key == "max_steps" else "constant"
@@ -168,8 +174,8 @@ def print_changes(
         )
 
 
-def in_words(value: Any) -> str:
-    return "nothing" if value is ABSENT else toml_value(value)
+def in_words(value: Any, absent: str = "nothing") -> str:
+    return absent if value is ABSENT else toml_value(value)
 
 
 def training(config: RunConfig | SftConfig) -> Any:

@@ -148,10 +148,12 @@ class View:
     def say_changes(self) -> None:
         """Print what changed state: the run, its processes, its engines, and the part of the start that it is in."""
         states = {"run": self._run_state} | {process.name: process.story for process in self.processes}
-        states |= {f"engine {engine.url}": engine.state for engine in (self.status.engines if self.status else ())}
+        # For a reader, an engine that only lacks our weights has started.
+        engines = self.status.engines if self.status else ()
+        states |= {f"engine {each.url}": "started" if each.state == "quarantined" else each.state for each in engines}
         for name, state in states.items():
             known = self._states.get(name)
-            if known != state and {known, state} != UPDATING:
+            if known != state and {known, state} != {"live", "started"}:
                 self.say(f"{name}: {known} -> {state}" if known else f"{name}: {state}")
         self._states |= states
         self._say_start()
@@ -182,7 +184,7 @@ class View:
         if status is None or not states & UPDATING:
             return 1, "waiting for an engine to join" if engines_join else "loading the engine"
         if "live" not in states:
-            return 2, f"sending version {max(0, status.version)} to the engine"
+            return 2, "sending the weights to the engine"
         evaluation = self.config.orchestrator.eval
         if evaluation and evaluation.eval_base and not status.version and not self.progress.evaluations():
             return 3, "evaluating version 0"

@@ -114,7 +114,7 @@ def _init(config: RunConfig | SftConfig, run_id: str | None) -> Any:
         reason = str(error).rstrip(".")
         raise ConfigError(
             f"wandb could not start for project {config.wandb.project!r} (mode {config.wandb.mode}): {reason}. "
-            "Log in with `wandb login`, write to disk only with `--wandb.mode offline`, or leave `[wandb]` out."
+            "Type `wandb login`, write to disk only with `--wandb.mode offline`, or leave it out by `--wandb none`."
         ) from error
 
     # Use our step as the x axis of all charts.

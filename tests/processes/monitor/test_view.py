@@ -77,7 +77,7 @@ def test_each_part_of_the_start_is_told_once_with_its_seconds(tmp_path):
     stage.look()
     for state, after_s, told in (
         ("quarantined", 20, "loading the engine: 21 s"),
-        ("live", 3, "sending version 0 to the engine: 3 s"),
+        ("live", 3, "sending the weights to the engine: 3 s"),
     ):
         stage.poller.latest = Status(state="running", engines=(EngineStatus("http://e", state, 0),))
         assert told in stage.look(after_s=after_s).splitlines()

@@ -129,6 +129,9 @@ def test_changed_settings_of_a_resumed_run_are_reported(tmp_path, capsys):
     assert ("seed: 1 -> 2" in shown, "ports" in shown) == (True, False)  # where it runs is no matter
     seeds = {path.name: json.loads(path.read_text())["seed"] for path in tmp_path.glob("run*.json")}
     assert seeds == {"run.json": 2, "run.earlier-1.json": 1}
+    write(seed=2, orchestrator={"eval": {"interval": 5}})
+    lines = [line for line in write(seed=2).splitlines() if "orchestrator.eval" in line]
+    assert lines == ["  orchestrator.eval: a table -> none, from step 0 on"]
     write(orchestrator={"env": [{"id": "e", "args": {"judge_api_key": "sk-secret"}}]})
     write(seed=2)
     (secret,) = (path for path in tmp_path.glob("run.earlier-*.json") if "sk-secret" in path.read_text())

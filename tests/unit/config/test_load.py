@@ -256,7 +256,7 @@ def test_a_mistake_in_a_file_is_named_with_the_file_and_the_remedy(text, words):
         ("@ odd.toml --trainer.optim.lr 1", "`trainer = [1]` - expected table"),
         ("--trainer.optim.learning-rate 1", "unknown flag `--trainer.optim.learning-rate` ... `--trainer.optim.lr`?"),
         ("--no-resumee", "Did you mean `--resume`"),
-        ("--orchestrator.env.0.idd x", "Did you mean `--orchestrator.env.id`"),
+        ("--orchestrator.env.0.idd x", "Did you mean `--orchestrator.env.0.id`"),
         ("--beta 1", "Did you mean `--trainer.loss.beta`"),
     ],
 )

@@ -189,5 +189,5 @@ def test_one_reference_model_cannot_be_updated_at_two_times():
 
 def test_a_misspelt_key_of_a_source_is_answered_by_its_own_table():
     words = shlex.split("--orchestrator.env.0.id x --orchestrator.env.0.sampling.max-token 5")
-    with pytest.raises(ConfigError, match=r"orchestrator\.env\.sampling\.max-tokens"):
+    with pytest.raises(ConfigError, match=r"orchestrator\.env\.0\.sampling\.max-tokens"):
         load_run_config(words, program="rl")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trireme.config.rows.rules import value_of
-from trireme.config.translation import Rule, Settings
+from trireme.config.translation import Made, Rule, Settings
 
 BY_RATIO = ("ppo", "cispo")
 """Losses that prime-rl bounds by ratios, and we by their distance from 1."""
@@ -13,7 +13,7 @@ BY_RATIO = ("ppo", "cispo")
 IPO_OF_SEPTEMBER = "with eps 0.3 and kl_tau 0; prime-rl before 2026-09-18 had 0.1 (`ipo_threshold`) and 1e-3"
 
 
-def set_loss(kind: str, table: dict[str, Any]) -> Settings | tuple[Settings, str]:
+def set_loss(kind: str, table: dict[str, Any]) -> Made:
     """Tell prime-rl's losses from ours of the same name by the keys that only its own have."""
     given = value_of(table, "trainer", "loss")
     if kind == "default":  # DPPO with a squared KL, whose weight in the loss was not capped

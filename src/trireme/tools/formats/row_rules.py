@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from trireme.config.translation import Answer, Refused, Row, Rule, Settings
+from trireme.config.translation import Made, Refused, Row, Rule, Settings
 
 Table = dict[str, Any]
 HARDWARE = "how the hardware is used follows from the machine here"
@@ -29,7 +29,7 @@ def guarded(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Return the rows with rules that refuse a value of a wrong type, where they would raise an error of Python."""
 
     def guard(rule: Rule) -> Rule:
-        def guarded_rule(value: Any, table: Table) -> Answer:
+        def guarded_rule(value: Any, table: Table) -> Made:
             try:
                 return rule(value, table)
             except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:

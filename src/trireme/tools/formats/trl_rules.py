@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from trireme.config.section import NONE
-from trireme.config.translation import Answer, Refused, Rule, Settings
+from trireme.config.translation import Made, Refused, Rule, Settings
 from trireme.tools.formats.row_rules import (
     Table,
     as_sample_deviation,
@@ -227,7 +227,7 @@ def set_beta(value: float, table: Table) -> Settings | str:
     }
 
 
-def set_sync(value: bool, table: Table) -> Answer:
+def set_sync(value: bool, table: Table) -> Made:
     if not value:
         return "the reference stays the base model"
     if table.get("ref_model_mixup_alpha", 0.6) != 1:
@@ -357,7 +357,7 @@ def set_dtype(value: Any, table: Table) -> Settings | str:
     return "parameters are always float32 here"
 
 
-def set_targets(value: Any, table: Table) -> Answer:
+def set_targets(value: Any, table: Table) -> Made:
     return lora("target_modules")(["q_proj", "v_proj"] if value is None else value, table)
 
 

@@ -424,6 +424,7 @@ def test_evaluation_file_names_its_server():
     text = 'model = "m"\n[eval.client]\nbase_url = "http://h/v1"\n[eval.concurrency]\nmax_inflight = 3\n'
     config, _ = load(f'{text}[[eval.source]]\n[eval.source.env.taskset]\nid = "t"', root=EvalConfig)
     assert (config.model.name, config.client.base_url, config.max_concurrent) == ("m", "http://h/v1", 3)
+    assert load(text, "--model other", root=EvalConfig)[0].model.name == "other"
     assert config.env[0].id == "t"
 
 
@@ -445,6 +446,9 @@ def test_source_of_an_evaluation_keeps_its_own_temperature(root):
         ("orchestrator.groop_size = 4", "", "unknown key `orchestrator.groop_size` ... `orchestrator.group_size`"),
         ("", "--orchestrator.groop-size 4", "`--orchestrator.groop-size` ... `--orchestrator.group-size`"),
         ("[monitors.wanb]\nproject = 'p'", "", "`monitors.wanb` ... `monitors.wandb`"),
+        (SOURCE.replace("taskset", "tasket"), "", "source[0].id` is missing ... source.env.taskset]` has it"),
+        ("monitors.wandb.nmae = 'p'", "", "`monitors.wandb.nmae` ... `monitors.wandb.name`"),
+        ("", "--orchestrator.train.sampling.max-completion-token 4", "`--orchestrator.sampling.max-completion-tokens`"),
         (f"{SOURCE}[orchestrator.train.source.smapling]\n", "", "`orchestrator.train.source[0].smapling`"),
         ("orchestrator.group_size = 'many'", "", '`orchestrator.group_size = "many"` - expected integer'),
         ("", "--orchestrator.group-size many", "`--orchestrator.group-size many` - expected integer"),
