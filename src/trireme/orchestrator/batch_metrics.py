@@ -122,7 +122,7 @@ def metrics_in_parts(
                 f"env/{name}/lag_mean": float(sampled.mean()),
                 f"env/{name}/masked_frac": float(np.mean([rollout.masked is not None for rollout in own])),
             }
-            yield _computed_frac(f"env/{name}/tokens_computed_frac", computed[name])
+            yield _computed_frac(f"env/{name}/tokens_computed_frac", computed.get(name, []))
             yield _environment(name, own, lengths, [outcome for outcome in outcomes if outcome.env == name])
 
 
@@ -168,8 +168,8 @@ def computed_tokens(group: list[Rollout]) -> tuple[int, int]:
 
 def _computed_frac(name: str, counts: list[tuple[int, int]]) -> Metrics:
     """Return the tokens that engines computed per token that exists; nothing if no engine counts them."""
-    computed, existing = map(sum, zip(*counts, strict=True))
-    return {name: computed / existing} if existing else {}
+    existing = sum(each for _, each in counts)
+    return {name: sum(each for each, _ in counts) / existing} if existing else {}
 
 
 def _turns(name: str, rollouts: list[Rollout]) -> Metrics:

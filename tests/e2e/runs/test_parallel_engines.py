@@ -20,8 +20,8 @@ def test_every_worker_of_an_engine_in_parts_confirms_each_version(kinds, tmp_pat
     run = Run(tmp_path / "reverse-text")
     receivers = {row.get("weight_broadcast/receivers") for row in run.rows("orchestrator")} - {None}
     assert receivers == {2 ** len(kinds)}
-    fracs = [row["perf/tokens_computed_frac"] for row in run.rows("orchestrator")]
-    assert all(0.9 < frac < 2 for frac in fracs)  # each core computes a group's prompt at most once
+    # prompts are shorter than a block of the cache, so that each member of a group computes its own
+    assert all(row["perf/tokens_computed_frac"] > 1 for row in run.rows("orchestrator"))
     assert max(row["mismatch_kl"] for row in run.rows("trainer") if "mismatch_kl" in row) < 1e-6
 
 

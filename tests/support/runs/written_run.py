@@ -183,7 +183,8 @@ class WrittenRun:
             temperature=self.config.orchestrator.sampling.temperature,
             metrics={"num_turns": float(self._random.randrange(1, 4))}, prompt=[{"role": "user", "content": "say it"}],
             completion=[{"role": "assistant", "content": "it"}], answer="it", truncated=place == 2,
-            stop="length" if place == 2 else None, num_turns=len(samples), **self._per_token(samples),
+            stop="length" if place == 2 else None, num_turns=len(samples),
+            num_computed=sum(each.length for each in samples), **self._per_token(samples),
         )  # fmt: skip
 
     def _per_token(self, samples: list[Tokens]) -> dict[str, list[np.ndarray]]:

@@ -17,18 +17,18 @@ class Asked:
         self._server = FastGenerate(self._own_route)
         self._state = SimpleNamespace(engine_client=SimpleNamespace(generate=self._generate))
 
-    async def ask(self) -> None:
+    async def ask(self, *headers: tuple[bytes, bytes]) -> None:
         body = iter([{"type": "http.request", "body": BODY}])
 
         async def receive() -> dict:
             return next(body, None) or await asyncio.Event().wait()  # a client that waits for its answer
 
         self.events.append("asked")
-        scope = {"type": "http", "path": PATH, "method": "POST", "headers": []}
+        scope = {"type": "http", "path": PATH, "method": "POST", "headers": headers}
         await self._server(scope | {"app": SimpleNamespace(state=self._state)}, receive, receive)
 
-    async def _generate(self, *args: object, **more: object):
-        self.events.append("started")
+    async def _generate(self, *args: object, data_parallel_rank: int | None, **more: object):
+        self.events.append("started" if data_parallel_rank is None else f"started by core {data_parallel_rank}")
         await self.end.wait()
         raise RuntimeError("the engine died")  # so that vLLM's own route has to answer
         yield
@@ -61,3 +61,13 @@ def test_request_for_a_busy_engine_is_not_held():
         return events
 
     assert asyncio.run(ask_two()) == ["asked", "started"] * 2
+
+
+def test_a_request_is_started_by_the_core_that_it_names():
+    async def ask_one() -> list[str]:
+        asked = Asked()
+        asked.end.set()
+        await asked.ask((b"host", b"a"), (b"x-data-parallel-rank", b"1"))
+        return asked.events
+
+    assert asyncio.run(ask_one()) == ["asked", "started by core 1", "passed on"]
