@@ -206,7 +206,7 @@ def test_strangers_are_refused_with_a_sentence_while_the_run_goes_on(tmp_path, u
 
 
 def test_run_without_an_engine_ends_after_its_deadline_with_its_name(tmp_path):
-    whole = run(config_of(tmp_path, orchestrator={"join_timeout_s": 0.2}))
+    whole = run(config_of(tmp_path, hosts={"inference": [], "join_timeout_s": 0.2}))
     assert "for an engine to join from inference (none has joined yet), longer than the 0 s allowed" in str(whole.error)
 
 

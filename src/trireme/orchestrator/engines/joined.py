@@ -86,7 +86,7 @@ class JoinedEngines:
 
     async def _require_engine(self) -> None:
         """Wait for an engine, with a deadline, whenever the run has none that is to come back by itself."""
-        pool, deadline_s = self._pool, self._config.orchestrator.join_timeout_s
+        pool, deadline_s = self._pool, self._config.hosts.join_timeout_s
         while True:
             if not pool.reachable() and all(engine.member for engine in pool.engines):
                 # The trainer waits as long, so this counts as work with a deadline of its own.
