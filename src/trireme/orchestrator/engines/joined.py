@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import DeadlineExceeded
-from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.network import is_loopback
 from trireme.base.paths import atomic_write
@@ -153,7 +152,6 @@ class JoinedEngines:
         for engine in [each for each in self._engines.values() if each.url == request.url]:
             self._forget(engine)
         member = Member(await self._take_number(), request.ticket, request.facts)
-        reach("member.numbered")
         self._engines[member.id] = engine = self._pool.add(request.url, member)
         member.keeper = self._tasks.create_task(self._keep(engine))
         log.info("engine %d at %s has joined", member.id, engine.url)
