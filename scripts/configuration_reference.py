@@ -100,7 +100,7 @@ def key_pages() -> dict[str, str]:
     return {name: text.rstrip("\n") + "\n" for name, text in pages.items()}
 
 
-MANY = 6  # keys of one table with one answer are written as `table.*`
+MANY = 5  # keys of one table with one answer are written as `table.*`
 
 
 def resume_table() -> str:

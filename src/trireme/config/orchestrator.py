@@ -399,8 +399,6 @@ class OrchestratorConfig(Section):
     engine_timeout_s: PositiveFloat = 600.0
     """Longest time that an engine may take to answer one request. A model turn may take as long as any
     `rollout_timeout_s`."""
-    join_timeout_s: PositiveFloat = 3600.0
-    """Longest time that a run without engines in `hosts.inference` waits for one to join."""
     trainer_timeout_s: PositiveFloat = 3600.0
     """Longest time that the orchestrator waits for the trainer; evaluations and full disks do not count."""
     env_vars: EnvVars = {}

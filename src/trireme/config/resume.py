@@ -38,7 +38,7 @@ RUN: dict[When, str] = {
         trainer.ckpt.* trainer.optim.cpu_offload trainer.trace_path trainer.memory_profiler_path
         trainer.batch_timeout_s trainer.save_logprobs trainer.try_step trainer.model.trust_remote_code
         inference.server.* inference.start_timeout_s inference.drain_timeout_s
-        orchestrator.server.* orchestrator.engine_timeout_s orchestrator.join_timeout_s orchestrator.trainer_timeout_s
+        orchestrator.server.* orchestrator.engine_timeout_s orchestrator.trainer_timeout_s
     """,
     "step": """
         max_steps seq_len trainer.micro_batch_tokens trainer.num_iterations trainer.scheduler.*

@@ -92,6 +92,8 @@ class Hosts(Section):
     """Machine of the orchestrator."""
     trainer: tuple[str, ...] = ("127.0.0.1",)
     """Machines that share the trainer's ranks, equally many each; rank 0 is on the first."""
+    join_timeout_s: PositiveFloat = 3600.0
+    """Longest time that a run without engines in `inference` waits for one to join."""
     token_file: Path | None = None
     """File with the shared token, on every machine."""
 

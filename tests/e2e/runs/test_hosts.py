@@ -126,27 +126,23 @@ def test_engine_joins_again_once_its_cut_cable_is_mended(tmp_path):
     with open_machines(3, **{TOKEN: SECRET}) as (first, second, third):
         run = SpreadRun(tmp_path, [first], first, [second], joins=third)
 
-        def hold() -> None:
-            run.faults.arm(HELD)
+        def go_on_with(number: int) -> None:
             run.until(lambda: run.faults.is_reached(HELD), "the trainer to hold still")
-
-        def live_after(number: int) -> None:
             words = f"engine {number} at http://{third.address}:"
             run.until(lambda: run.said("orchestrator", words), "it to join")
-            up = f"http://{third.address}:"
-            run.until(lambda: run.said("orchestrator", "is up after") == number + 1, f"{up} to be up")
+            run.until(lambda: run.said("orchestrator", "is up after") == number + 1, "it to be up")
             run.faults.release(HELD)
             run.until(lambda: third.address in run.engines_of(run.version), "it to confirm a version")
 
         run.faults.arm(HELD)
         with run.started():
-            live_after(1)
+            go_on_with(1)
             third.cut()
             run.until(lambda: third.address not in run.engines_of(run.version), "the run to go on without it")
-            hold()
+            run.faults.arm(HELD)
             run.until(lambda: run.said("orchestrator", "has been silent for 30 s: forgotten"), "it to be forgotten")
             third.mend()
-            live_after(2)
+            go_on_with(2)
             run.finish()
             run.until(lambda: run.processes["inference-joined"].poll() == 0, "the engine to end with the run")
 

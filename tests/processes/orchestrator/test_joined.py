@@ -2,6 +2,7 @@
 real orchestrator. What they compute is scripted; registration, heartbeats and leaving are the real client's."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Guest:
     server: FakeEngine
     membership: Membership
     last: Any = None  # reply to its last heartbeat
+    is_silent: bool = False
 
     @property
     def engine(self) -> Engine | None:
@@ -61,22 +63,22 @@ class Guest:
         return self.engine is not None and self.engine.state == "live"
 
     async def beat(self) -> None:
-        while not isinstance(self.last, Dismissed):
+        while not (self.is_silent or isinstance(self.last, Dismissed)):
             self.last = await asyncio.to_thread(self.membership.beat)
             if isinstance(self.last, Again):
                 await asyncio.to_thread(self.membership.register_again)
             await asyncio.sleep(0.02)
 
     async def leave(self, within_s: float) -> None:
-        self.beating.cancel()
-        await asyncio.gather(self.beating, return_exceptions=True)
+        self.is_silent = True
+        await self.beating  # one thread at a time may use a client
         await asyncio.to_thread(self.membership.leave, within_s)
 
 
 @asynccontextmanager
 async def joining(whole: WholeRun, facts: dict[str, str] | None = None, **knobs: Any) -> AsyncIterator[Guest]:
     address = f"127.0.0.1:{whole.config.ports.batches}"
-    membership = Membership(address, [], patience_s=DEADLINE_S)
+    membership = Membership(address, signals := list[int](), patience_s=DEADLINE_S)
     async with open_fake_engine(whole.engine.wire, end=END, **knobs) as server:
         guest = Guest(whole, server, membership)
         with closing(membership):
@@ -87,8 +89,9 @@ async def joining(whole: WholeRun, facts: dict[str, str] | None = None, **knobs:
             try:
                 yield guest
             finally:
-                guest.beating.cancel()
-                await asyncio.gather(guest.beating, return_exceptions=True)
+                guest.is_silent = True
+                signals.append(signal.SIGTERM)
+                await guest.beating
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +209,7 @@ def test_strangers_are_refused_with_a_sentence_while_the_run_goes_on(tmp_path, u
 
 
 def test_run_without_an_engine_ends_after_its_deadline_with_its_name(tmp_path):
-    whole = run(config_of(tmp_path, orchestrator={"join_timeout_s": 0.2}))
+    whole = run(config_of(tmp_path, hosts={"inference": [], "join_timeout_s": 0.2}))
     assert "for an engine to join from inference (none has joined yet), longer than the 0 s allowed" in str(whole.error)
 
 

@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 
 from trireme.base.disk import when_there_is_room
 from trireme.base.errors import DeadlineExceeded
-from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.network import is_loopback
 from trireme.base.paths import atomic_write
@@ -86,7 +85,7 @@ class JoinedEngines:
 
     async def _require_engine(self) -> None:
         """Wait for an engine, with a deadline, whenever the run has none that is to come back by itself."""
-        pool, deadline_s = self._pool, self._config.orchestrator.join_timeout_s
+        pool, deadline_s = self._pool, self._config.hosts.join_timeout_s
         while True:
             if not pool.reachable() and all(engine.member for engine in pool.engines):
                 # The trainer waits as long, so this counts as work with a deadline of its own.
@@ -153,7 +152,6 @@ class JoinedEngines:
         for engine in [each for each in self._engines.values() if each.url == request.url]:
             self._forget(engine)
         member = Member(await self._take_number(), request.ticket, request.facts)
-        reach("member.numbered")
         self._engines[member.id] = engine = self._pool.add(request.url, member)
         member.keeper = self._tasks.create_task(self._keep(engine))
         log.info("engine %d at %s has joined", member.id, engine.url)
