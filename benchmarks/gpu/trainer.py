@@ -112,7 +112,7 @@ def tiny_step(device: str) -> dict[str, float]:
             micro_batches_of_rank(samples, capacity=256, rank=0, world=1),
             loss_tokens=sum(int(sample.tokens.loss_mask.sum()) for sample in samples),
             step=0,
-            loss_function=policy_gradient(Loss(ratio_low=0, ratio_high=1e9)),
+            loss_function=policy_gradient(Loss(type="importance", ratio_low=0, ratio_high=1e9)),
             world=world,
         )
         return {"loss": metrics["loss"], "grad_norm": update(model, optimizer, 1.0)["grad_norm"]}

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from benchmarks import ROOT
+from benchmarks.learning import fields
 from benchmarks.trl.task import dataset, score
 from trireme.algo.rules import rules_of
 from trireme.base.devices import Devices
@@ -117,8 +118,10 @@ def learn(trial: Trial, *, keep_weights: bool = False, course: Course | None = N
 
 
 def configure(trial: Trial) -> RunConfig:
-    flags = ["--device", "cpu", "--seed", str(trial.seed), "--max-steps", str(trial.max_steps), *trial.flags]
-    config, _ = load_run_config(["@", str(ROOT / "configs" / trial.task / "rl.toml"), *flags], program="rl")
+    task = TASKS[trial.task]
+    flags = ["--device", "cpu", "--seed", str(trial.seed), "--max-steps", str(trial.max_steps)]
+    file = ROOT / "configs" / task.config / "rl.toml"
+    config, _ = load_run_config(["@", str(file), *flags, *task.flags, *trial.flags], program="rl")
     return resolve(config, Devices(cores=2))
 
 
@@ -178,7 +181,30 @@ def _score_lists(episode: Episode, answers: list[str]) -> float:
     return float(np.mean(found))
 
 
-TASKS: dict[str, Callable[[], list[Example]]] = {"reverse-text": reverse_text, "alphabet-sort": alphabet_sort}
+def long_fields() -> list[Example]:
+    """A digit each, with answers of 183 tokens (`fields.py`)."""
+    return [Example([[{"role": "user", "content": digit}]], partial(_score_fields, digit)) for digit in "0123456789"]
+
+
+def _score_fields(digit: str, answers: list[str]) -> float:
+    return fields.score(digit, answers[0])
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and by which settings."""
+
+    examples: Callable[[], list[Example]]
+    config: str  # folder of configs/
+    flags: tuple[str, ...] = ()
+
+
+_LONG = ("--model.name", str(fields.START), "--seq-len", "256", "--orchestrator.sampling.max-tokens", "200")
+TASKS = {
+    "reverse-text": Task(reverse_text, "reverse-text"),
+    "alphabet-sort": Task(alphabet_sort, "alphabet-sort"),
+    "fields": Task(long_fields, "alphabet-sort", _LONG),
+}
 
 
 class Sampler:
@@ -193,7 +219,7 @@ class Sampler:
         self._chat = ChatTokenizer(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=ENGINES[engine]).eval()
         self._kept: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=lag + 1)
-        self._examples = TASKS[task]()
+        self._examples = TASKS[task].examples()
 
     def take_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         rounded = _in_fp8 if self._engine == "fp8" else _as_it_is

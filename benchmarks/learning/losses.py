@@ -6,8 +6,8 @@
 
 A cell is one run of one task with one loss, lag, precision and seed: 40 steps in seconds (`in_process.py` says what is
 the run's own in it and what is simulated). Its figures are a line of docs/curves/losses.jsonl, keyed by its settings,
-so that a call that is broken off goes on where it was, and one with more seeds adds to what is there. Tables go to the
-terminal, a figure for each task beside the cells.
+so that a call that is broken off goes on where it was, and one with more seeds adds to what is there. Tables go into
+docs/losses.md, a figure for each task beside the cells.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
@@ -29,9 +29,11 @@ import numpy as np
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: the machine's cores are shared among trials
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
+from benchmarks import ROOT
+from benchmarks.learning import fields
 from benchmarks.learning.curves import CURVES, pyplot, save
 from benchmarks.learning.in_process import ENGINES, TASKS, Course, Trial, learn
-from benchmarks.measuring import command, print_table
+from benchmarks.measuring import command, markdown_row
 from trireme.base.errors import NotFinite
 
 CELLS = CURVES / "losses.jsonl"
@@ -40,10 +42,13 @@ WINDOW = 5
 COLLAPSED = 0.2
 """A run that ends so far below the best it had been has collapsed."""
 LAGS = (0, 1, 4, 16)
-DEFAULT = "importance"
+BASELINE = "importance"
+"""What the other losses are compared with."""
+PAGE, BEGIN, END = ROOT / "docs" / "losses.md", "<!-- cells -->", "<!-- /cells -->"
 SETTINGS = ("task", "loss", "lag", "engine", "seed", "steps")
 
-SMALL = ("--orchestrator.batch-size", "64", "--orchestrator.rollouts-per-example", "8")
+SMALL: tuple[str, ...] = ("--orchestrator.batch-size", "64", "--orchestrator.rollouts-per-example", "8")
+SMALL = (*SMALL, "--trainer.optim.weight-decay", "0")
 """Half of the quickstart's batch: sooner over, and harder, so that losses differ."""
 LOSS, ADVANTAGE = "--trainer.loss.type", "--orchestrator.advantage.type"
 TWICE = ("--trainer.num-iterations", "2")
@@ -59,21 +64,21 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 """The rows of the atlas. All have the default advantage, so that they differ in their losses alone."""
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "importance, max-RL": (ADVANTAGE, "max_rl"),
+    "importance, max-RL": (LOSS, BASELINE, ADVANTAGE, "max_rl"),
     "GRPO with its advantage": (LOSS, "grpo", ADVANTAGE, "group_mean_std"),
     "GRPO with its advantage, 2 iterations": (LOSS, "grpo", ADVANTAGE, "group_mean_std", *TWICE),
     "RLOO": (LOSS, "reinforce", ADVANTAGE, "leave_one_out"),
     "REINFORCE++": (LOSS, "reinforce", ADVANTAGE, "batch"),
     "REINFORCE, running mean": (LOSS, "reinforce", ADVANTAGE, "ema"),
     "decoupled, 2 iterations": (LOSS, "decoupled", *TWICE),
-    "importance, KL to reference": ("--trainer.loss.beta", "0.02"),
-    "importance, entropy bonus": ("--trainer.loss.entropy-bonus", "0.003"),
+    "importance, KL to reference": (LOSS, BASELINE, "--trainer.loss.beta", "0.02"),
+    "importance, entropy bonus": (LOSS, BASELINE, "--trainer.loss.entropy-bonus", "0.003"),
     "cross-entropy on good rollouts": (LOSS, "cross_entropy"),
 }
 DISTILLED = "teacher alone (distillation)"
 """No reward at all; the teacher is what `importance` makes of the base model in as many steps, with another seed."""
 TEACHER = ("--orchestrator.teacher.base-url", "http://127.0.0.1/v1", "--orchestrator.teacher.reward-weight", "0")
-FLAGS = RECIPES | VARIANTS | {DISTILLED: TEACHER}
+FLAGS = RECIPES | VARIANTS | {DISTILLED: (LOSS, BASELINE, *TEACHER)}
 
 
 @dataclass(frozen=True)
@@ -135,13 +140,15 @@ def read_cells() -> list[Cell]:
 
 
 def trial_of(task: str, loss: str, lag: int, engine: str, seed: int, steps: int) -> Trial:
-    teacher = Trial("teacher", SMALL, seed=1000 + seed, max_steps=steps) if loss == DISTILLED else None
-    flags = (*SMALL, *FLAGS[loss])
+    flags, its = (*SMALL, *FLAGS[loss]), (*SMALL, *FLAGS[BASELINE])
+    teacher = Trial("teacher", its, seed=1000 + seed, max_steps=steps) if loss == DISTILLED else None
     return Trial(loss, flags, lag=lag, seed=seed, max_steps=steps, task=task, engine=engine, teacher=teacher)
 
 
 def run(trials: list[Trial], workers: int) -> None:
     """Run all trials, a few at once, and write each cell as soon as it is known."""
+    if any(trial.task == "fields" for trial in trials):
+        fields.write_start()  # before processes would make it at the same time
     began = time.perf_counter()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(cell_of, trial): trial for trial in trials}
@@ -181,26 +188,37 @@ def _mean(values: list[float]) -> float | None:
 
 
 def report(cells: list[Cell]) -> None:
-    """Print the tables of all that is known, and draw the figures."""
+    """Write the tables of all that is known into the page, and draw the figures."""
+    sections = []
     for task in TASKS:
-        of_task = [cell for cell in cells if cell.task == task]
-        atlas = [cell for cell in of_task if cell.loss in RECIPES]
-        if not atlas:
-            continue
-        full = len(RECIPES) * len(LAGS) * len(ENGINES) * 5
-        print(f"\n{task}: {len(atlas)} of the {full} cells of five seeds\n")
-        header = ["loss", *(f"lag {lag}" for lag in LAGS), "± of seeds", f"better than `{DEFAULT}` by, lags 0 to 4"]
-        print_table([*header, "collapsed", "masked, lag 4"], rows_of(atlas))
-        print(f"\nmismatch_kl of {task} at lag 0\n")
-        print_table(["engine", "median over losses and seeds", "range"], mismatches_of(atlas))
-        draw(task, atlas)
+        atlas = [cell for cell in cells if cell.task == task and cell.loss in RECIPES]
+        if atlas:
+            full = len(RECIPES) * len(LAGS) * len(ENGINES) * 5
+            better = f"better than `{BASELINE}` by, lags 0 to 4"
+            header = ["loss", *(f"lag {lag}" for lag in LAGS), "± of seeds", better, "collapsed", "masked, lag 4"]
+            sections.append(f"### {task} ({len(atlas)} of {full:,} cells)\n\n{table(header, rows_of(atlas))}")
+            sections.append(f"![{task}](curves/losses-{task}.svg)")
+            draw(task, atlas)
 
+    places = [(task, lag) for task in TASKS for lag in (1, 4)]
+    header = ["loss", *(f"{task}, lag {lag}" for task, lag in places)]
+    sections.append(f"### Better than `{BASELINE}` by\n\n{table(header, comparisons_of(cells, places))}")
+    header = ["engine", "median over losses and seeds", "range"]
+    sections.append(f"### `mismatch_kl` of reverse-text at lag 0\n\n{table(header, mismatches_of(cells))}")
+    header = ["recipe", "reward at the end", "seeds", "collapsed", "effective samples"]
     others = [cell for cell in cells if cell.loss not in RECIPES or cell.settings[:4] == PLACE_OF_VARIANTS]
-    print("\nVariants: reverse-text, lag 1, float32\n")
-    print_table(["recipe", "reward at the end", "seeds", "collapsed", "effective samples"], variants_of(others))
+    sections.append(f"### Variants: reverse-text, lag 1, float32\n\n{table(header, variants_of(others))}")
+
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text("\n\n".join([before + BEGIN, *sections, END + rest.partition(END)[2]]))
+    print(f"{len(cells)} cells: {PAGE}")
 
 
-PLACE_OF_VARIANTS = ("reverse-text", DEFAULT, 1, "float32")
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(map(markdown_row, [columns, ["---"] * len(columns), *rows]))
+
+
+PLACE_OF_VARIANTS = ("reverse-text", BASELINE, 1, "float32")
 
 
 def rows_of(atlas: list[Cell]) -> Iterator[list[str]]:
@@ -227,25 +245,36 @@ def rows_of(atlas: list[Cell]) -> Iterator[list[str]]:
         ]
 
 
-def better_by(own: list[Cell], atlas: list[Cell]) -> str:
-    """Return by how much a loss ends above the default in the same place with the same seed, and its standard error."""
-    default = {cell.settings[2:]: cell.end for cell in atlas if cell.loss == DEFAULT}
-    pairs = [(cell, default.get(cell.settings[2:])) for cell in own if cell.lag <= 4 and cell.loss != DEFAULT]
+def better_by(own: list[Cell], atlas: list[Cell], lags: Sequence[int] = (0, 1, 4)) -> str:
+    """Return by how much a loss ends above the baseline in the same place with the same seed, with standard error."""
+    baseline = {cell.settings[2:]: cell.end for cell in atlas if cell.loss == BASELINE}
+    pairs = [(cell, baseline.get(cell.settings[2:])) for cell in own if cell.lag in lags and cell.loss != BASELINE]
     found = [cell.end - end for cell, end in pairs if end is not None]
     if len(found) < 2:
         return "-"
     return f"{mean(found):+.3f} ± {stdev(found) / math.sqrt(len(found)):.3f} (n = {len(found)})"
 
 
-def mismatches_of(atlas: list[Cell]) -> Iterator[list[str]]:
+def comparisons_of(cells: list[Cell], places: list[tuple[str, int]]) -> Iterator[list[str]]:
+    """Yield a row for each loss that has been compared at several places."""
+    for loss in RECIPES:
+        by_task = {task: [cell for cell in cells if cell.task == task] for task in TASKS}
+        own = {task: [cell for cell in of_task if cell.loss == loss] for task, of_task in by_task.items()}
+        row = [better_by(own[task], by_task[task], [lag]) for task, lag in places]
+        if sum(text != "-" for text in row) > len(row) // 2:
+            yield [f"`{loss}`", *row]
+
+
+def mismatches_of(cells: list[Cell]) -> Iterator[list[str]]:
     for engine in ENGINES:
-        found = [cell.mismatch_kl for cell in atlas if cell.engine == engine and cell.mismatch_kl is not None]
+        own = [cell for cell in cells if (cell.task, cell.engine) == ("reverse-text", engine)]
+        found = [cell.mismatch_kl for cell in own if cell.loss in RECIPES and cell.mismatch_kl is not None]
         if found:
             yield [engine, f"{np.median(found):.1e}", f"{min(found):.1e} to {max(found):.1e}"]
 
 
 def variants_of(cells: list[Cell]) -> Iterator[list[str]]:
-    for loss in (DEFAULT, *(name for name in FLAGS if name not in RECIPES)):
+    for loss in (BASELINE, *(name for name in FLAGS if name not in RECIPES)):
         own = [cell for cell in cells if cell.loss == loss]
         if own:
             ends = [cell.end for cell in own]

@@ -43,7 +43,7 @@ ODD |= {"head_dim": 2, "num_attention_heads": 33, "num_key_value_heads": 11}
 
 def config_of(kind: str, model: Path, **settings: Any) -> RunConfig:
     if kind == "adapters":  # 3 rows for two ranks: uneven pieces; and a reference that moves
-        lora, loss = Lora(rank=3, alpha=6), Loss(beta=0.2, reference_update_every=2)
+        lora, loss = Lora(rank=3, alpha=6), Loss(type="importance", beta=0.2, reference_update_every=2)
         trainer = TrainerConfig(model=TrainerModel(lora=lora), optim=Optimizer(lr=1e-2), loss=loss)
     elif kind == "iterations":
         terms = {"entropy_bonus": 0.1, "beta": 0.2, "kl_estimator": "k2", "reference_update_every": 2}
@@ -52,7 +52,7 @@ def config_of(kind: str, model: Path, **settings: Any) -> RunConfig:
         trainer = TrainerConfig(model=TrainerModel(**settings), optim=optim, num_iterations=2, loss=loss)
     else:
         optim = Optimizer(type=kind, lr=1e-3, weight_decay=0.1)  # type: ignore[arg-type]
-        trainer = TrainerConfig(optim=optim, loss=LOSSES.get(kind, Loss(kl_tau=0.1)))
+        trainer = TrainerConfig(optim=optim, loss=LOSSES.get(kind, Loss(type="importance", kl_tau=0.1)))
     return RunConfig(model=Model(name=str(model)), trainer=trainer)
 
 
@@ -165,7 +165,11 @@ TEAMS: dict[str, dict[str, Any]] = {
     "a team of four": {"cp": 4, "ac": ActivationCheckpointing()},
     "copies of teams": {"cp": 2, "dp_replicate": 2, "ac": ActivationCheckpointing(mode="selective")},
 }
-TEAM_LOSSES = (Loss(kl_tau=0.1), Loss(**GSPO, normalize="sequence"), Loss(type="ppo", entropy_bonus=0.1))
+TEAM_LOSSES = (
+    Loss(type="importance", kl_tau=0.1),
+    Loss(**GSPO, normalize="sequence"),
+    Loss(type="ppo", entropy_bonus=0.1),
+)
 TEAM_LOSSES += (Loss(type="reinforce", score_centering=True),)
 
 

@@ -104,7 +104,7 @@ def backward(
     step: int = 0,
     loss: Loss | None = None,
 ) -> dict[str, float]:
-    reply, loss = batch_reply(samples, world, capacity=capacity, step=step), loss or Loss(kl_tau=0.1)
+    reply, loss = batch_reply(samples, world, capacity=capacity, step=step), loss or Loss(type="importance", kl_tau=0.1)
     return forward_backward(
         model, reply.micro_batches, loss_tokens=reply.loss_tokens, loss_samples=reply.loss_samples, step=step,
         loss_function=policy_gradient(loss), world=world, entropy_gradient=loss.entropy_bonus is not None,

@@ -33,7 +33,7 @@ from trireme.trainer.step import base_state, forward_backward, merge_iterations,
 CAPACITY = 48
 LENGTHS = [30, 20, 12, 7]
 MIXED = [40, 7, 23, 2, 31, 12, 12]
-CUT = Loss(kl_tau=0.1, ratio_low=0.2, ratio_high=5.0)
+CUT = Loss(type="importance", kl_tau=0.1, ratio_low=0.2, ratio_high=5.0)
 POLICY = policy_gradient(CUT)
 Tensors = dict[str, torch.Tensor]
 
