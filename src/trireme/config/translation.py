@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -27,6 +27,8 @@ the key has no effect, and raises `Refused` for a value that has no counterpart.
 
 _MOST_SHOWN = 60  # characters of a value in a line
 _MOST_NAMES = 5  # times that tables around a key are renamed
+DEFAULT = "the default"
+UNSUPPORTED = "not supported here"
 _MOST_LINES = 12  # keys without effect that are named at the start of a run
 
 
@@ -155,6 +157,35 @@ def translate(
     return walk.result
 
 
+def translate_over(
+    defaults: dict[str, Any],
+    given: dict[str, Any],
+    rows: tuple[Row, ...],
+    *,
+    where: str,
+    system: str,
+    root: type[Section] | None = None,
+) -> Translated:
+    """Translate a table on top of its system's defaults: rules see both, and what is given counts more.
+
+    Args:
+        system: its name, for the lines of defaults that set something. Other defaults have no line.
+    """
+    whole = merged(defaults, given)
+    made = translate(given, rows, where=where, root=root, given=whole)
+    below = translate(_without(defaults, given), rows, where=where, root=root, given=whole)
+    if root is None:
+        made.lines = [replace(line, note=UNSUPPORTED) if line.theirs in made.unknown else line for line in made.lines]
+    typed = {*made.settings}
+    for line in below.lines:
+        if ours := {path: value for path, value in line.ours.items() if path not in typed}:
+            note = f"{DEFAULT} of {system}{f'; {line.note}' if line.note else ''}"
+            made.lines.append(replace(line, ours=ours, note=note))
+            made.settings |= ours
+    made.problems += below.problems
+    return made
+
+
 def renamed(path: KeyPath, rows: tuple[Row, ...], root: type[Section]) -> KeyPath | None:
     """Return our name of a key, its own if that is ours; None if there is none, or if its value has to be known."""
     mark = object()
@@ -218,7 +249,7 @@ def describe_without_effect(lines: Iterable[Line]) -> str:
     return f"without effect here: {'; '.join(shown)}{more}. `--print-config` shows what became of each key."
 
 
-def with_comments(config: Section, lines: Iterable[Line]) -> str:
+def with_comments(config: Section, lines: Iterable[Line | str]) -> str:
     """Return what the user gave as a TOML file of ours, with a comment on what became of each key."""
     comments = "".join(f"# {text}\n" for line in lines for text in str(line).splitlines())
     return f"{comments}\n{to_toml(given_values(config))}"
@@ -253,6 +284,30 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         for key, value in above.items()
     }
     return below | both
+
+
+def _without(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return a table without the keys of another one."""
+    left = {key: value for key, value in table.items() if key not in other}
+    both = {key: (table[key], other[key]) for key in table.keys() & other.keys()}
+    return left | {
+        key: _without(*pair) for key, pair in both.items() if isinstance(pair[0], dict) and isinstance(pair[1], dict)
+    }
+
+
+def with_value(table: dict[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:
+    """Return a copy of nested tables with another value at a path, which may lead into arrays."""
+    name, below = path[0], path[1:]
+    inside = table.get(name, {})
+    if not below:
+        return table | {name: value}
+    if isinstance(inside, list) and below[0].isdigit():
+        items = [*inside, {}][: max(len(inside), int(below[0]) + 1)]
+        if int(below[0]) < len(items):
+            item = items[int(below[0])]
+            items[int(below[0])] = with_value(item, below[1:], value) if below[1:] else value
+        return table | {name: items}
+    return table | {name: with_value(inside if isinstance(inside, dict) else {}, below, value)}
 
 
 def value_at(table: Any, path: KeyPath, default: Any = None) -> Any:
@@ -440,7 +495,7 @@ class _Walk:
             before = self.result.origins.setdefault(path, line)
             if before is not line and self.result.settings[path] != value:
                 self.result.problems.append(
-                    f"{self.where}: `{as_key(before.theirs)}` and `{as_key(theirs)}` are two names of one key, "
+                    f"{self.where}: `{before.given}` and `{line.given}` are two names of one key, "
                     f"`{as_key(path)}` - expected one of them, or equal values. Remove one."
                 )
             self.result.settings[path] = value

@@ -280,23 +280,33 @@ ORCHESTRATOR = (
     Row("orchestrator.renderer.tool_parser", "inference.model.tool_call_parser"),
 )  # fmt: skip
 
+_OF_MODEL = ("dtype", "max_model_len", "enforce_eager", "trust_remote_code", "enable_auto_tool_choice")
+VLLM = {
+    **{"model": "model.name", "host": "inference.server.host", "port": "inference.server.port"},
+    **{name: f"inference.model.{name}" for name in (*_OF_MODEL, "tool_call_parser", "reasoning_parser")},
+    **{"tensor_parallel_size": "inference.parallel.tp", "data_parallel_size": "inference.parallel.dp"},
+    **{name: f"inference.{name}" for name in ("gpu_memory_utilization", "max_num_seqs")},
+}
+"""Flags of vLLM that have a key here. The others are arguments in `[inference.args]`."""
+
+
+def of_vllm(table: str) -> Iterator[Row]:
+    """Yield rows of a table of vLLM's own flags."""
+    yield from (Row(f"{table}.{name}", ours) for name, ours in VLLM.items())
+    for name in ("disable_log_requests", "enable_log_requests"):
+        yield Row(f"{table}.{name}", None, "requests are not logged; the journal has every rollout")
+
+
 INFERENCE = (
     Row("inference.vllm", "inference.args"),
     Row("inference.vllm_extra", "inference.args"),
     Row("inference.vllm.model", "inference.model.name"),
     *(
-        Row(f"inference.vllm.{name}", f"inference.model.{name}")
-        for name in ("dtype", "max_model_len", "enforce_eager", "trust_remote_code", "enable_auto_tool_choice")
-    ),
-    *(
         Row(f"inference.{table}.{name}", rules.set_parser(name))
         for table in ("vllm", "model")
         for name in ("tool_call_parser", "reasoning_parser")
     ),
-    Row("inference.vllm.tensor_parallel_size", "inference.parallel.tp"),
-    Row("inference.vllm.data_parallel_size", "inference.parallel.dp"),
-    Row("inference.vllm.gpu_memory_utilization", "inference.gpu_memory_utilization"),
-    Row("inference.vllm.max_num_seqs", "inference.max_num_seqs"),
+    *of_vllm("inference.vllm"),
     Row("inference.vllm.quantization", to("inference.args.quantization", {"fp8": "fp8_per_tensor"})),
     *(
         Row(f"inference.{table}{name}", None, "engines hold adapters as `[trainer.model.lora]` says")

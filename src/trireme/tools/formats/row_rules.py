@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from trireme.config.translation import Refused, Row, Rule, Settings
+from trireme.config.translation import Refused, Row, Rule, Settings, value_at
 
 Table = dict[str, Any]
 HARDWARE = "how the hardware is used follows from the machine here"
 OF_DEVIATIONS = "deviations divide by the number of rollouts, theirs by one less"
 ASK_MODEL = "serve the reward model, and ask it in a reward function."
+
+
+def of(table: Table, key: str, default: Any = None) -> Any:
+    """Return the value of a dotted key of theirs."""
+    return value_at(table, tuple(key.split(".")), default)
 
 
 def idle(note: str, keys: str, above: str = "") -> Iterator[Row]:
@@ -56,6 +61,40 @@ def if_given(ours: str) -> Rule:
 
 def if_true(ours: str, value: Any) -> Rule:
     return lambda wanted, table: {ours: value} if wanted else {}
+
+
+def sampling(key: str, evaluates: Callable[[Table], bool], off: Any = None) -> Rule:
+    """Return a rule for a key of training and, if the run evaluates, of evaluation, which would begin by such a key.
+
+    Args:
+        off: the value by which the system switches it off.
+    """
+
+    def rule(value: Any, table: Table) -> Settings:
+        tables = ("orchestrator.sampling", *(["orchestrator.eval.sampling"] if evaluates(table) else []))
+        return {} if value in (None, off) else {f"{each}.{key}": value for each in tables}
+
+    return rule
+
+
+def lora(key: str, switch: str) -> Rule:
+    """Return a rule for a key of adapters, which another key switches on."""
+
+    def rule(value: Any, table: Table) -> Settings | str:
+        if not of(table, switch):
+            return f"{switch} is off"
+        listed = [value] if isinstance(value, str) and key in ("target_modules", "modules_to_save") else value
+        return {} if value is None else {f"trainer.model.lora.{key}": listed}
+
+    return rule
+
+
+def split_gpus(num_gpus: int, tp: int) -> Settings:
+    """Give half of the GPUs to engines, in whole ones, and the others to the trainer. Both share a single one."""
+    if num_gpus == 1:
+        return {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}
+    engines = max(1, num_gpus // 2 // tp) * tp
+    return {"inference_gpus": engines, "trainer_gpus": num_gpus - engines}
 
 
 def set_max_norm(value: float, table: Table) -> Settings:
