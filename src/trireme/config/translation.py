@@ -40,8 +40,10 @@ class Refused(ValueError):
 class Row:
     """A key of another system, and what becomes of it here.
 
-    In `theirs` and `ours`, `[]` behind an array means its items, and `*` for a part that may be anything; a key
-    that begins with `*.` is meant in every table. A row of a table holds for all keys below that have no row.
+    A row may have several keys, with blanks between them: `spread` makes a row of each. `a.{b c}` is `a.b a.c`, and
+    `{}` in `ours` stands for what the braces hold, or for the key. In both, `[]` behind an array means its items, and
+    `*` a part that may be anything; a key that begins with `*.` is meant in every table. A row of a table holds for all
+    keys below that have no row.
 
     Attributes:
         theirs: their dotted key.
@@ -56,6 +58,25 @@ class Row:
     note: str = ""
     refused: bool = False
     since: str = ""
+
+
+def spread(*rows: Row | Iterable[Row]) -> tuple[Row, ...]:
+    """Return the rows of a table, or of several, with one key each.
+
+    Example:
+        spread(Row("a.{b c} d", "x.{}"))  # (Row("a.b", "x.b"), Row("a.c", "x.c"), Row("d", "x.{}"))
+    """
+    found = []
+    for row in rows:
+        for one in (row,) if isinstance(row, Row) else row:
+            if " " not in one.theirs and "{" not in one.theirs:
+                found.append(one)
+                continue
+            for before, inside, behind, plain in re.findall(r"([^\s{]*)\{([^}]*)\}(\S*)|(\S+)", one.theirs):
+                for name in inside.split() or [""]:
+                    ours = one.ours.replace("{}", name or plain) if isinstance(one.ours, str) else one.ours
+                    found.append(replace(one, theirs=plain or f"{before}{name}{behind}", ours=ours))
+    return tuple(found)
 
 
 def refused(theirs: str, words: str, since: str = "") -> Row:
@@ -398,7 +419,8 @@ class _Walk:
         found = self._find(names)
         while found.row is not None and isinstance(found.row.ours, str):
             above = None
-            names = (*names, _filled(found.row.ours, found.path, len(_parts(found.row.theirs)), found.wild))
+            moved = _filled(found.row.ours, found.path, len(_parts(found.row.theirs)), found.wild)
+            names = (*names, self._placed(moved))
             self.result.tables[names[-1]] = names[0]
             # A table may be renamed several times: its new name is looked up again.
             if (further := self._find(names[-1:])).row is None or len(names) > _MOST_NAMES:
@@ -478,6 +500,11 @@ class _Walk:
         except Refused as refused:
             self.result.problems.append(f"{written} - {refused}")
             return
+        except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:  # of a value's type
+            self.result.problems.append(
+                f"{written} - it, or a key that it is computed with, has a wrong value ({error}). Correct it."
+            )
+            return
         if isinstance(made, str):
             self._set(theirs, {}, made)
             return
@@ -485,9 +512,13 @@ class _Walk:
         settings = {_filled(key, found.path, depth, found.wild, rest=False): each for key, each in made.items()}
         self._set(theirs, settings, row.note)
 
+    def _placed(self, ours: KeyPath) -> KeyPath:
+        """Return the place of a key of ours: `sft` has the trainer's at its top."""
+        is_at_top = self.root is not None and ours[0] == "trainer" and find(self.root, ("trainer",)) is None
+        return ours[1:] if is_at_top else ours
+
     def _set(self, theirs: KeyPath, ours: dict[KeyPath, Any], note: str) -> None:
-        if self.root is not None and find(self.root, ("trainer",)) is None:  # `sft` has the trainer's keys at its top
-            ours = {path[1:] if path[0] == "trainer" else path: value for path, value in ours.items()}
+        ours = {self._placed(path): each for path, each in ours.items()}
         line = Line(theirs, value_at(self.given, theirs), ours, note, self.where)
         self.result.lines.append(line)
         for path, value in ours.items():

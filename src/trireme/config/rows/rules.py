@@ -10,6 +10,7 @@ from typing import Any
 
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
+from trireme.config.files import toml_value
 from trireme.config.model.tokenizer import has_vocabulary, read_tokenizer
 from trireme.config.translation import Refused, Rule, Settings, value_at
 
@@ -56,18 +57,18 @@ def on_gpus(ours: str) -> Rule:
     return lambda value, table: {ours: value} if has_gpus() else NO_GPU
 
 
-def only(value: Any, otherwise: str, words: str = ALWAYS) -> Rule:
-    """Return a rule for a key that has one value here.
+def only(*values: Any, instead: str, note: str = ALWAYS) -> Rule:
+    """Return a rule for a key that has these values here.
 
     Args:
-        otherwise: what to do instead of another value.
-        words: why this value needs no key.
+        instead: why another value is refused, and what to do.
+        note: why these values need no key.
     """
 
     def rule(given: Any, table: dict[str, Any]) -> str:
-        if given == value or (value is None and is_off(given)):
-            return words
-        raise Refused(otherwise)
+        if given in values or (None in values and is_off(given)):
+            return note
+        raise Refused(f"expected {' or '.join(map(toml_value, values))}: {instead}")
 
     return rule
 
@@ -148,14 +149,6 @@ def set_head_chunk(chunk: Any, table: dict[str, Any]) -> Settings | str:
     return {"trainer.model.head_chunk": chunk} if is_number else "logits are always computed in chunks"
 
 
-def set_grouped(grouped: bool, table: dict[str, Any]) -> Settings:
-    return {"trainer.model.moe.implementation": "grouped_mm" if grouped else "eager"}
-
-
-def use_deep_gemm(wanted: bool, table: dict[str, Any]) -> Settings | str:
-    return {"inference.env_vars.VLLM_USE_DEEP_GEMM": "1"} if wanted else "off here too"
-
-
 # the optimizer
 
 
@@ -165,14 +158,6 @@ def set_betas(value: Any, table: dict[str, Any]) -> Settings:
     second = 0.95 if optim.get("type") == "muon" else 0.999
     first, last = (optim.get("betas1", optim.get("beta1", 0.9)), optim.get("betas2", optim.get("beta2", second)))
     return {"trainer.optim.betas": [first, last]}
-
-
-def set_momentum(value: float, table: dict[str, Any]) -> Settings:
-    return {"trainer.optim.betas": [value, 0.999]}
-
-
-def set_max_norm(value: Any, table: dict[str, Any]) -> Settings:
-    return {"trainer.optim.max_norm": "inf" if is_off(value) else value}
 
 
 def set_schedule(value: str, table: dict[str, Any]) -> Settings:

@@ -7,8 +7,10 @@ from typing import Any
 from trireme.config.rows.rules import is_off
 from trireme.config.translation import Refused, Rule, Settings, value_at
 
-ENV = "orchestrator.env[]"
-
+ENGINES = (
+    "`rl` starts its engines itself. Engines on other machines are named by `hosts.inference`, and "
+    "`inference.server.port` is where they listen."
+)
 PLAYS = "an environment without a program plays itself"
 
 
@@ -120,10 +122,7 @@ def refuse_engines(address: Any, table: dict[str, Any]) -> str:
     addresses = address if isinstance(address, list) else [address]
     if all("://localhost" in str(each) or "://127.0.0.1" in str(each) for each in addresses):
         return "`rl` starts its engines itself, and knows where they are"
-    raise Refused(
-        "`rl` starts its engines itself. Engines on other machines are named by `hosts.inference`, and "
-        "`inference.server.port` is where they listen."
-    )
+    raise Refused(ENGINES)
 
 
 # filters and curricula
@@ -170,10 +169,6 @@ def set_fraction(pool: str) -> Rule:
         return {f"orchestrator.buffer.pools.{pool}_weight": 0}
 
     return rule
-
-
-def set_shares(ratios: list[float], table: dict[str, Any]) -> Settings:
-    return {f"orchestrator.env.{number}.weight": ratio for number, ratio in enumerate(ratios)}
 
 
 def set_curriculum(above: str) -> Rule:
@@ -250,7 +245,3 @@ def set_eval_rollouts(above: str) -> Rule:
         return {f"{above}.rollouts_per_example": count} | temperature
 
     return rule
-
-
-def set_workers(env: str) -> Rule:
-    return lambda count, table: "1 unless given" if count == "auto" else {f"{env}.num_workers": count}

@@ -8,7 +8,7 @@ from trireme.config.orchestrator import Environment
 from trireme.config.rows.rules import NO_GPU, has_gpus, is_off, on_gpus, only, switch
 from trireme.config.run import RunConfig
 from trireme.config.translation import Refused, Row, Rule, Settings, value_at
-from trireme.tools.formats.row_rules import Table, guarded, split_gpus
+from trireme.tools.formats.row_rules import Table, split_gpus
 from trireme.tools.formats.translation import Format
 
 ADAPTER_LR, WHOLE_LR = 1e-5, 1e-6
@@ -82,13 +82,11 @@ OF_GPUS = (
     Row("model_name", "model.name"),
     Row("num_gpus", split),
     Row("tensor_parallel_size", on_gpus("inference.parallel.tp")),
-    Row("pipeline_parallel_size", only(1, LAYERS)),
+    Row("pipeline_parallel_size", only(1, instead=LAYERS)),
 )
 DEFAULTS: Table = {"name": None, "seq_len": None, "learning_rate": None}
 LONG_SAMPLES: Settings = {"trainer.model.optimization_dtype": "bfloat16", "trainer.model.ac.freq": 1}
 """What makes long samples fit on GPUs. These formats have no keys for it."""
 
-FLAT = Format("prime-rl", guarded([*COMMON, *OF_GPUS]), DEFAULTS, ("model_name", "env"), presets_on_gpus=LONG_SAMPLES)
-HOSTED = Format(
-    "hosted training", guarded([*COMMON, Row("model", "model.name")]), DEFAULTS, ("model", "env"), {}, LONG_SAMPLES
-)
+FLAT = Format("prime-rl", (*COMMON, *OF_GPUS), DEFAULTS, ("model_name", "env"), presets_on_gpus=LONG_SAMPLES)
+HOSTED = Format("hosted training", (*COMMON, Row("model", "model.name")), DEFAULTS, ("model", "env"), {}, LONG_SAMPLES)

@@ -1,18 +1,20 @@
-"""Rules that the rows of TRL and of verl share."""
+"""Rules that the rows of several systems share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any
 
-from trireme.config.translation import Refused, Row, Rule, Settings, value_at
+from trireme.config.section import NONE
+from trireme.config.translation import Refused, Rule, Settings, value_at
 
 Table = dict[str, Any]
 HARDWARE = "how the hardware is used follows from the machine here"
 OF_DEVIATIONS = "deviations divide by the number of rollouts, theirs by one less"
 ASK_MODEL = "serve the reward model, and ask it in a reward function."
+IN_RUN = "metrics are in the run's folder, and on its dashboard"
 
 
 def of(table: Table, key: str, default: Any = None) -> Any:
@@ -20,37 +22,14 @@ def of(table: Table, key: str, default: Any = None) -> Any:
     return value_at(table, tuple(key.split(".")), default)
 
 
-def idle(note: str, keys: str, above: str = "") -> Iterator[Row]:
-    """Yield rows of keys without effect; that of a table holds for all keys below it that have no row."""
-    return (Row(f"{above}{key}", None, note) for key in keys.split())
+def choose(ours: str, names: dict[Any, Any], advice: str = "") -> Rule:
+    """Return a rule that takes these values, each with ours for it, also as `Enum.NAME`."""
 
-
-def guarded(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return the rows with rules that refuse a value of a wrong type, where they would raise an error of Python."""
-
-    def guard(rule: Rule) -> Rule:
-        def guarded_rule(value: Any, table: Table) -> Settings | str:
-            try:
-                return rule(value, table)
-            except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:
-                if isinstance(error, Refused):
-                    raise
-                raise Refused(
-                    f"it, or a key that it is computed with, has a wrong value ({error}). Correct it."
-                ) from error
-
-        return guarded_rule
-
-    return tuple(replace(row, ours=guard(row.ours)) if callable(row.ours) else row for row in rows)
-
-
-def only(*values: Any, instead: str) -> Rule:
-    """Return a rule for a key that means nothing at these values, and is not supported at others."""
-
-    def rule(value: Any, table: Table) -> str:
-        if value not in values:
-            raise Refused(f"expected {' or '.join(map(str, values))}: {instead}")
-        return "off"
+    def rule(value: Any, table: Table) -> Settings:
+        plain = value.rpartition(".")[2].lower() if isinstance(value, str) else value
+        if plain not in names:
+            raise Refused(f"expected one of {', '.join(map(str, names))}. {advice}")
+        return {ours: names[plain]}
 
     return rule
 
@@ -61,6 +40,21 @@ def if_given(ours: str) -> Rule:
 
 def if_true(ours: str, value: Any) -> Rule:
     return lambda wanted, table: {ours: value} if wanted else {}
+
+
+def if_kind(switch: str, ours: dict[str, str]) -> Rule:
+    """Return a rule for a key that only some losses read.
+
+    Args:
+        switch: their key for the loss.
+        ours: our key for each loss that reads it.
+    """
+
+    def rule(value: Any, table: Table) -> Settings | str:
+        kind = of(table, switch)
+        return {ours[kind]: value} if kind in ours else f"only with {switch.rpartition('.')[2]} = {' or '.join(ours)}"
+
+    return rule
 
 
 def sampling(key: str, evaluates: Callable[[Table], bool], off: Any = None) -> Rule:
@@ -77,12 +71,12 @@ def sampling(key: str, evaluates: Callable[[Table], bool], off: Any = None) -> R
     return rule
 
 
-def lora(key: str, switch: str) -> Rule:
-    """Return a rule for a key of adapters, which another key switches on."""
+def lora(key: str, *switches: str) -> Rule:
+    """Return a rule for a key of adapters, which one of other keys switches on."""
 
     def rule(value: Any, table: Table) -> Settings | str:
-        if not of(table, switch):
-            return f"{switch} is off"
+        if not any(of(table, switch) for switch in switches):
+            return f"{switches[0].rpartition('.')[2]} is off"
         listed = [value] if isinstance(value, str) and key in ("target_modules", "modules_to_save") else value
         return {} if value is None else {f"trainer.model.lora.{key}": listed}
 
@@ -99,6 +93,20 @@ def split_gpus(num_gpus: int, tp: int) -> Settings:
 
 def set_max_norm(value: float, table: Table) -> Settings:
     return {"trainer.optim.max_norm": value or math.inf}
+
+
+def set_dtype(wanted: Any, table: Table) -> Settings:
+    return {"trainer.model.optimization_dtype": "bfloat16" if wanted else "float32"}
+
+
+def set_folder(value: str, table: Table) -> Settings:
+    """The run's folder is OUTPUT_DIR/NAME here."""
+    return {"name": PurePath(value).name, "output_dir": str(PurePath(value).parent)}
+
+
+def set_wandb(loggers: Any, project: Any, name: Any) -> Settings | str:
+    wanted = [loggers] if isinstance(loggers, str) else loggers or ()
+    return {"wandb.project": project, "wandb.name": name or NONE} if "wandb" in wanted else IN_RUN
 
 
 def trust(value: bool, table: Table) -> Settings:

@@ -6,11 +6,11 @@ from pathlib import PurePath
 from typing import Any
 
 from trireme.config.orchestrator import OrchestratorConfig
-from trireme.config.rows.prime_rl import of_vllm
-from trireme.config.rows.rules import has_gpus, on_gpus
-from trireme.config.translation import Refused, Row, Settings
+from trireme.config.rows.prime_rl import of_vllm, under
+from trireme.config.rows.rules import has_gpus, on_gpus, only
+from trireme.config.translation import Refused, Row, Rule, Settings
 from trireme.tools.formats.flat import name_of
-from trireme.tools.formats.row_rules import Table, guarded, idle, if_true, lora, only, sampling
+from trireme.tools.formats.row_rules import Table, if_true, lora, sampling, set_dtype
 from trireme.tools.formats.translation import Format
 
 CPU_ROW_TOKENS = 512
@@ -41,7 +41,7 @@ def set_resume(place: Any, table: Table) -> Settings:
     return {"trainer.ckpt.resume_step": int(step)} if step.isdigit() else {"resume": True}
 
 
-def limit(ours: str) -> Any:
+def limit(ours: str) -> Rule:
     """Return the rule of a limit of each rollout. One in the environment's own table takes precedence."""
 
     def rule(value: Any, table: Table) -> Settings:
@@ -49,6 +49,10 @@ def limit(ours: str) -> Any:
         return of_run | ({} if ours in table["env"] else {f"orchestrator.env.0.{ours}": value})
 
     return rule
+
+
+def set_betas(beta: float, table: Table) -> Settings:
+    return {"trainer.optim.betas": [args_of(table)["adam_beta1"], args_of(table)["adam_beta2"]]}
 
 
 def set_reference(steps: int, table: Table) -> Settings:
@@ -85,95 +89,82 @@ def evaluates(table: Table) -> bool:
     return args.get("eval_strategy") == "steps" or bool(args.get("eval_steps") and "eval_strategy" not in args)
 
 
+def saves(table: Table) -> bool:
+    return args_of(table).get("save_strategy") != "no"
+
+
 def set_timeouts(seconds: float, table: Table) -> Settings:
     """The orchestrator waits for the server, too, and never less than by default."""
     waits = max(seconds, OrchestratorConfig().engine_timeout_s)
     return {"inference.start_timeout_s": seconds, "orchestrator.engine_timeout_s": waits}
 
 
-def set_wandb(value: Any, table: Table) -> Settings | str:
-    """The table alone asks for it, too."""
+def log_to(value: Any, table: Table) -> Settings | str:
+    """The table `[trainer.args.wandb]` alone asks for W&B, too."""
     given, to = args_of(table).get("wandb"), args_of(table).get("report_to")
     if to not in (None, "none", "wandb"):
         raise Refused("expected none or wandb. Write one of them.")
     return {"wandb": given or {}} if to == "wandb" or (given and to is None) else 'report_to = "none"'
 
 
-A = "trainer.args"
-RENAMED = {
-    **{"seed": "seed", "learning_rate": "trainer.optim.lr", "max_grad_norm": "trainer.optim.max_norm"},
-    **{"weight_decay": "trainer.optim.weight_decay", "adam_epsilon": "trainer.optim.eps"},
-    **{"warmup_steps": "trainer.scheduler.warmup_steps", "max_steps": "max_steps", "beta": "trainer.loss.beta"},
-    **{"num_iterations": "trainer.num_iterations", "batch_size": "orchestrator.batch_size", "max_seq_len": "seq_len"},
-    **dict.fromkeys(("rollouts_per_example", "num_generations"), "orchestrator.rollouts_per_example"),
-    **{"num_batches_ahead": "max_async_level", "save_total_limit": "trainer.ckpt.keep_last"},
-    **{"vllm_server_host": "inference.server.host", "vllm_server_port": "inference.server.port"},
-    **{"logging_steps": "console.every", "num_completions_to_print": "console.num_samples"},
-}
+EPOCHS = "there are no epochs here. Write steps, and how many."
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
-BETAS = ("adam_beta1", "adam_beta2")
 LORA = ("rank", "alpha", "dropout", "target_modules", "modules_to_save", "use_rslora")
 
-ROWS = guarded(
-    (
-        Row("model", "model.name"),
-        Row("env", "orchestrator.env"),
-        Row("inference.gpus", on_gpus("inference_gpus"), "GPUs of vLLM, counted from the first"),
-        Row("trainer.gpus", on_gpus("trainer_gpus"), "GPUs of the trainer, after those of vLLM"),
-        *of_vllm("inference.args"),
-        *(Row(f"{A}.{theirs}", ours) for theirs, ours in RENAMED.items()),
-        *(Row(f"{A}.{key}", sampling(key, evaluates)) for key in (*SAMPLING, "frequency_penalty")),
-        *(Row(f"{A}.lora_{key}", lora(key, f"{A}.use_lora")) for key in LORA),
-        Row(f"{A}.run_name", name_run),
-        Row(f"{A}.output_dir", lambda folder, table: {"output_dir": str(PurePath(folder).parent)}),
-        Row(f"{A}.resume_from_checkpoint", set_resume),
-        Row(
-            f"{A}.lr_scheduler_type", lambda kind, table: {"trainer.scheduler.type": kind.removesuffix("_with_warmup")}
-        ),
-        *(
-            Row(f"{A}.{beta}", lambda value, table: {"trainer.optim.betas": [args_of(table)[name] for name in BETAS]})
-            for beta in BETAS
-        ),
-        Row(
-            f"{A}.bf16", lambda wanted, table: {"trainer.model.optimization_dtype": "bfloat16" if wanted else "float32"}
-        ),
-        Row(f"{A}.gradient_checkpointing", if_true("trainer.model.ac.freq", 1)),
-        Row(f"{A}.sync_ref_model", check_sync),
-        Row(f"{A}.ref_model_sync_steps", set_reference),
-        Row(f"{A}.mask_truncated_completions", if_true("orchestrator.filters.truncated", "mask")),
-        Row(f"{A}.mask_env_responses", only(True, instead="tokens that the model did not write are never trained on.")),
-        Row(f"{A}.micro_batch_size", set_row_tokens),
-        Row(f"{A}.per_device_train_batch_size", set_row_tokens),
-        Row(f"{A}.gradient_accumulation_steps", multiply_batch),
-        Row(f"{A}.generation_timeout", limit("rollout_timeout_s")),
-        Row(f"{A}.max_concurrent", limit("max_concurrent")),
-        Row(f"{A}.vllm_server_timeout", set_timeouts),
-        Row(
-            f"{A}.eval_strategy", only("no", "steps", instead="there are no epochs here. Write steps, and eval_steps.")
-        ),
-        Row(
-            f"{A}.eval_steps",
-            lambda steps, table: {"orchestrator.eval.interval": steps} if evaluates(table) else "see eval_strategy",
-        ),
-        Row(
-            f"{A}.save_strategy", only("no", "steps", instead="there are no epochs here. Write steps, and save_steps.")
-        ),
-        Row(
-            f"{A}.save_steps",
-            lambda steps, table: (
-                {} if args_of(table).get("save_strategy") == "no" else {"trainer.ckpt.interval": steps}
-            ),
-        ),
-        Row(f"{A}.log_completions", if_true("console.samples_every", SAMPLE_STEPS), "all of them are in the journal"),
-        Row(f"{A}.report_to", set_wandb),
-        Row(f"{A}.wandb", set_wandb),
-        *idle("[trainer.model.lora] says how adapters are trained", f"{A}.use_lora"),
-        *idle("prompt and completions share max_seq_len", f"{A}.max_prompt_len"),
-        *idle("vLLM takes requests as they come; see max_concurrent", f"{A}.generation_batch_size"),
-        *idle("weights are sent tensor by tensor", f"{A}.ds3_gather_for_generation"),
-    )
+ARGS_ROWS = under(
+    "trainer.args",
+    Row("seed max_steps", "{}"),
+    *(Row(key, sampling(key, evaluates)) for key in (*SAMPLING, "frequency_penalty")),
+    *(Row(f"lora_{key}", lora(key, "trainer.args.use_lora")) for key in LORA),
+    Row("use_lora", None, "[trainer.model.lora] says how adapters are trained"),
+    Row("run_name", name_run),
+    Row("output_dir", lambda folder, table: {"output_dir": str(PurePath(folder).parent)}),
+    Row("resume_from_checkpoint", set_resume),
+    Row("learning_rate", "trainer.optim.lr"),
+    Row("max_grad_norm", "trainer.optim.max_norm"),
+    Row("weight_decay", "trainer.optim.weight_decay"),
+    Row("adam_epsilon", "trainer.optim.eps"),
+    Row("adam_beta1 adam_beta2", set_betas),
+    Row("lr_scheduler_type", lambda kind, table: {"trainer.scheduler.type": kind.removesuffix("_with_warmup")}),
+    Row("warmup_steps", "trainer.scheduler.warmup_steps"),
+    Row("bf16", set_dtype),
+    Row("gradient_checkpointing", if_true("trainer.model.ac.freq", 1)),
+    Row("num_iterations", "trainer.num_iterations"),
+    Row("beta", "trainer.loss.beta"),
+    Row("sync_ref_model", check_sync),
+    Row("ref_model_sync_steps", set_reference),
+    Row("mask_truncated_completions", if_true("orchestrator.filters.truncated", "mask")),
+    Row("mask_env_responses", only(True, instead="tokens that the model did not write are never trained on.")),
+    Row("batch_size", "orchestrator.batch_size"),
+    Row("micro_batch_size per_device_train_batch_size", set_row_tokens),
+    Row("gradient_accumulation_steps", multiply_batch),
+    Row("rollouts_per_example num_generations", "orchestrator.rollouts_per_example"),
+    Row("max_seq_len", "seq_len"),
+    Row("num_batches_ahead", "max_async_level"),
+    Row("generation_timeout", limit("rollout_timeout_s")),
+    Row("max_concurrent", limit("max_concurrent")),
+    Row("vllm_server_{host port}", "inference.server.{}"),
+    Row("vllm_server_timeout", set_timeouts),
+    Row("eval_strategy save_strategy", only("no", "steps", instead=EPOCHS, note="see eval_steps, save_steps")),
+    Row("eval_steps", lambda n, table: {"orchestrator.eval.interval": n} if evaluates(table) else "see eval_strategy"),
+    Row("save_steps", lambda n, table: {"trainer.ckpt.interval": n} if saves(table) else "see save_strategy"),
+    Row("save_total_limit", "trainer.ckpt.keep_last"),
+    Row("logging_steps", "console.every"),
+    Row("log_completions", if_true("console.samples_every", SAMPLE_STEPS), "all of them are in the journal"),
+    Row("num_completions_to_print", "console.num_samples"),
+    Row("report_to wandb", log_to),
+    Row("max_prompt_len", None, "prompt and completions share max_seq_len"),
+    Row("generation_batch_size", None, "vLLM takes requests as they come; see max_concurrent"),
+    Row("ds3_gather_for_generation", None, "weights are sent tensor by tensor"),
+)  # fmt: skip
+ROWS = (
+    Row("model", "model.name"),
+    Row("env", "orchestrator.env"),
+    Row("inference.gpus", on_gpus("inference_gpus"), "GPUs of vLLM, counted from the first"),
+    Row("trainer.gpus", on_gpus("trainer_gpus"), "GPUs of the trainer, after those of vLLM"),
+    *of_vllm("inference.args"),
+    *ARGS_ROWS,
 )
-
 ARGS: Table = {
     **{"run_name": None, "seed": 42, "max_steps": 500, "batch_size": 512, "rollouts_per_example": 16},
     **{"max_seq_len": 2048, "micro_batch_size": 8, "num_batches_ahead": 1, "num_iterations": 1, "beta": 0.0},
