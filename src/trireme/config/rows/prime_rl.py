@@ -13,7 +13,12 @@ from trireme.config.translation import Row, refused, spread
 AUTUMN = "2026-09"
 NO_MATTER = "nothing that is trained depends on it"
 SUBMIT = "`trireme submit FILE --on slurm` submits a run; this command starts it on this machine"
+SEVERAL = (
+    "this command starts everything on one machine; `trireme submit FILE --on slurm --nodes N` asks for several, and "
+    "`[hosts]` names them"
+)
 TEMPLATE = "the model's own chat template renders conversations"
+SHARDED = "experts are sharded by FSDP over all ranks"
 ADAPTERS = "engines get the adapters under a name of ours"
 IN_RUN = "metrics go to the run's folder, as `metrics.jsonl`, and to W&B"
 STATUS = "`trireme status RUN` says how a run does"
@@ -40,7 +45,7 @@ TRAINER = spread(
     Row("model.ac_offloading", switch("trainer.model.activation_offload", True)),
     Row("model.optim_cpu_offload", "trainer.optim.cpu_offload"),
     Row("model.full_offload", switch("trainer.model.fsdp_cpu_offload", True), "parameters and optimizer state"),
-    Row("model.ep", rules.set_experts),
+    Row("model.ep", lambda ep, table: {"trainer.model.ep": 1} if ep == 1 else SHARDED),
     Row("model.fused_lm_head_token_chunk_size", rules.set_head_chunk),
     Row("model.impl", None, "every model is computed by its class in transformers"),
     Row("model.cp_style", None, "ranks that share a row gather each other's keys and values"),
@@ -239,7 +244,7 @@ ORCHESTRATOR = under(
     Row("advantage.import_path", "orchestrator.advantage.path"),
     Row("advantage.kwargs", "orchestrator.advantage.args"),
     refused("env_mix.probabilities", "Write each environment's share as `orchestrator.env.weight`."),
-    Row("buffer.type", rules.set_buffer),
+    Row("buffer.type", lambda kind, table: rules.BUFFERS.get(kind, "every example comes equally often")),
     Row("buffer.seed", "seed"),
     *(Row(f"buffer.{pool}_threshold", sources.set_pool(pool)) for pool in ("easy", "hard")),
     *(Row(f"buffer.{pool}_fraction", sources.set_fraction(pool)) for pool in ("easy", "hard")),
@@ -300,7 +305,7 @@ RUN = spread(
     Row("model.impl", "trainer.model.impl"),
     Row("max_concurrent", "orchestrator.max_concurrent"),
     Row("tokenizer", "trainer.tokenizer"),
-    Row("run.name", rules.name_run),
+    Row("run.name", lambda name, table: "`run.dir` names the folder" if table["run"].get("dir") else {"name": name}),
     Row("run.dir", "name"),
     Row("clean clean_output_dir", None, "files of an earlier run are moved aside"),
     Row("dry_run", only(False, instead="type `--dry-run`: a file cannot ask for it.")),
@@ -308,13 +313,13 @@ RUN = spread(
     *(Row(f"{name}.{{resume output_dir wandb monitors rollout_transport}}", "{}") for name in PROCESSES[:2]),
     Row("rollout_transport", None, "batches go over one connection, from the journal"),
     # logs and monitors
-    Row("log.level", rules.set_level),
+    Row("log.level", lambda level, table: {"log_level": rules.LEVELS.get(level.lower(), level.lower())}),
     Row("log wandb.log_extras wandb.shared", None, NO_MATTER),
     Row("monitors.wandb", "wandb"),
     Row("monitors.file monitors.prime prime_monitor", None, IN_RUN),
-    Row("wandb.offline", rules.set_mode),
+    Row("wandb.offline", switch("wandb.mode", "offline")),
     # machines
-    Row("deployment.type", rules.set_deployment),
+    Row("deployment.type", lambda kind, table: "as without `[hosts]`" if kind == "single_node" else SEVERAL),
     Row("deployment.num_train_gpus", on_gpus("trainer_gpus")),
     Row("deployment.num_infer_gpus", on_gpus("inference_gpus")),
     Row("deployment", None, "`trireme submit --nodes` asks for machines, `[hosts]` names them"),

@@ -12,26 +12,17 @@ ENGINES = (
     "`inference.server.port` is where they listen."
 )
 PLAYS = "an environment without a program plays itself"
+IN_PROCESS = "programs run as subprocesses unless another runtime is named"
 
 
 def set_harness(env: str, agent: str = "*") -> Rule:
     """Return a rule for the program that plays one of the agents."""
-
-    def rule(harness: str, table: dict[str, Any]) -> Settings | str:
-        return PLAYS if is_off(harness) else {f"{env}.args.{agent}.harness.id": harness}
-
-    return rule
+    return lambda harness, table: PLAYS if is_off(harness) else {f"{env}.args.{agent}.harness.id": harness}
 
 
 def set_runtime(env: str, agent: str = "*") -> Rule:
     """Return a rule for the place in which such a program runs."""
-
-    def rule(kind: str, table: dict[str, Any]) -> Settings | str:
-        if kind == "subprocess":
-            return "programs run as subprocesses unless another runtime is named"
-        return {f"{env}.args.{agent}.runtime.type": kind}
-
-    return rule
+    return lambda kind, table: IN_PROCESS if kind == "subprocess" else {f"{env}.args.{agent}.runtime.type": kind}
 
 
 # algorithms
@@ -98,8 +89,7 @@ def _distil(table: str, teacher: Any) -> Settings:
     if not isinstance(teacher, dict) or not teacher.get("base_url"):
         raise Refused("expected a table `teacher` with `base_url` and `name`. Add it.")
     # Rewards have no part in it, as there.
-    address = str(teacher["base_url"]).removesuffix("/").removesuffix("/v1")
-    settings = {f"{table}.base_url": address, f"{table}.reward_weight": 0.0}
+    settings = {f"{table}.base_url": _address(teacher["base_url"]), f"{table}.reward_weight": 0.0}
     return settings | ({f"{table}.model": teacher["name"]} if teacher.get("name") else {})
 
 
@@ -113,8 +103,11 @@ def set_mode(mode: str, table: dict[str, Any]) -> Settings | str:
 
 
 def set_teacher_address(address: Any, table: dict[str, Any]) -> Settings:
-    first = address[0] if isinstance(address, list) and address else address
-    return {"orchestrator.teacher.base_url": str(first).removesuffix("/").removesuffix("/v1")}
+    return {"orchestrator.teacher.base_url": _address(address[0] if isinstance(address, list) and address else address)}
+
+
+def _address(url: Any) -> str:
+    return str(url).removesuffix("/").removesuffix("/v1")
 
 
 def refuse_engines(address: Any, table: dict[str, Any]) -> str:
@@ -152,11 +145,8 @@ def set_filters(*, before_batch: bool) -> Rule:
 
 def set_pool(pool: str) -> Rule:
     """Return a rule for a threshold of v0.2 to v0.5, whose easy and hard examples never come again."""
-
-    def rule(threshold: float, table: dict[str, Any]) -> Settings:
-        return {f"orchestrator.buffer.pools.{pool}_threshold": threshold, f"orchestrator.buffer.pools.{pool}_weight": 0}
-
-    return rule
+    pools = "orchestrator.buffer.pools"
+    return lambda threshold, table: {f"{pools}.{pool}_threshold": threshold, f"{pools}.{pool}_weight": 0}
 
 
 def set_fraction(pool: str) -> Rule:

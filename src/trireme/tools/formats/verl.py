@@ -5,6 +5,7 @@ A configuration is its file, the overrides that were typed, and verl's defaults 
 
 from __future__ import annotations
 
+from os.path import expanduser
 from pathlib import Path
 
 from trireme.config.rows.prime_rl import under
@@ -51,6 +52,8 @@ NO_CRITIC = "there is no value network"
 IN_ENVIRONMENT = "in the environment"
 WRITE_ENVIRONMENT = "write an environment: docs/environments.md."
 
+MANAGERS = only(None, "naive", "dapo", "prime", instead=f"for another, {WRITE_ENVIRONMENT}", note=IN_ENVIRONMENT)
+
 ALGORITHM = under(
     "algorithm",
     Row("adv_estimator", rules.set_advantage, OF_DEVIATIONS),
@@ -86,7 +89,7 @@ DATA = under(
 )
 OF_MODEL = under(
     MODEL,
-    Row("path", rules.set_model),
+    Row("path", lambda path, table: {"model.name": expanduser(path)}),
     Row("tokenizer_path", if_given("trainer.tokenizer.name")),
     Row("trust_remote_code", trust),
     Row("enable_gradient_checkpointing", if_true("trainer.model.ac.freq", 1)),
@@ -187,7 +190,7 @@ VERL = spread(
     *(ALGORITHM, DATA, OF_MODEL, OF_ACTOR, OF_ROLLOUT, OF_TRAINER),
     Row("custom_reward_function reward.custom_reward_function", rules.set_custom),
     Row("{reward_model reward}.reward_kwargs", rules.set_overlong),
-    Row("reward_model.reward_manager reward_manager.name reward.reward_manager.name", rules.set_manager),
+    Row("reward_model.reward_manager reward_manager.name reward.reward_manager.name", MANAGERS),
     Row("reward_model.enable reward.reward_model.enable", only(False, None, instead=ASK_MODEL)),
     Row("reward_model reward reward_manager", None, "of reward models, which are served elsewhere"),
     Row("distillation.enabled", only(False, None, instead="see [orchestrator.teacher].")),

@@ -169,6 +169,10 @@ def set_kl(value: bool, table: Table) -> Settings | str:
     return {"trainer.loss.beta": weight, **({"trainer.loss.kl_estimator": estimator} if weight else {})}
 
 
+def set_min_lr(value: float, table: Table) -> Settings:
+    return {"trainer.scheduler.min_lr": value * of(table, f"{ACTOR}.optim.lr")} if value else {}
+
+
 def set_correction(value: Any, table: Table) -> Settings | str:
     if value in (None, "null"):
         return "none"
@@ -199,16 +203,16 @@ def evaluates(table: Table) -> bool:
 def set_base(value: bool, table: Table) -> Settings | str:
     if not evaluates(table):
         return "no evaluation"
-    most = of(table, "data.val_max_samples", -1)
-    own = of(table, f"{ROLLOUT}.val_kwargs", {})
-    samples = own.get("do_sample", False)
+    most, own = of(table, "data.val_max_samples", -1), of(table, f"{ROLLOUT}.val_kwargs", {})
+    sampling = {"temperature": 0.0}
+    if own.get("do_sample", False):
+        sampling = {"temperature": own.get("temperature", 0)} | {key: own[key] for key in ("top_p",) if key in own}
+        sampling |= {"top_k": own["top_k"]} if own.get("top_k", -1) > 0 else {}
     return {
         "orchestrator.eval.eval_base": value,
         "orchestrator.eval.num_examples": most if most > 0 else NONE,
         "orchestrator.eval.rollouts_per_example": own.get("n", 1),
-        "orchestrator.eval.sampling.temperature": own.get("temperature", 0) if samples else 0.0,
-        **({"orchestrator.eval.sampling.top_p": own["top_p"]} if samples and "top_p" in own else {}),
-        **({"orchestrator.eval.sampling.top_k": own["top_k"]} if samples and own.get("top_k", -1) > 0 else {}),
+        **{f"orchestrator.eval.sampling.{key}": each for key, each in sampling.items()},
     }
 
 
@@ -235,12 +239,6 @@ def set_custom(value: Any, table: Table) -> Settings | str:
     return "in the environment"
 
 
-def set_manager(value: Any, table: Table) -> Settings | str:
-    if value not in (None, "naive", "dapo", "prime"):
-        raise Refused("expected naive, dapo or prime. Write an environment for another one: docs/environments.md.")
-    return "in the environment"
-
-
 def set_logger(value: Any, table: Table) -> Settings | str:
     project = of(table, "trainer.project_name", "verl_examples")
     return set_wandb(value, project, of(table, "trainer.experiment_name"))
@@ -258,11 +256,3 @@ def set_gpus(value: int, table: Table) -> Settings | str:
     if of(table, "trainer.nnodes", 1) > 1:
         return "several machines: their addresses go into [hosts]"
     return split_gpus(value, of(table, f"{ROLLOUT}.tensor_model_parallel_size", 1))
-
-
-def set_model(value: str, table: Table) -> Settings | str:
-    return {"model.name": str(Path(value).expanduser()) if value.startswith("~") else value}
-
-
-def set_min_lr(value: float, table: Table) -> Settings | str:
-    return {"trainer.scheduler.min_lr": value * of(table, f"{ACTOR}.optim.lr")} if value else {}
