@@ -63,12 +63,12 @@ def sampling(key: str, evaluates: Callable[[Table], bool], off: Any = None) -> R
     Args:
         off: the value by which the system switches it off.
     """
+    return lambda value, table: {} if value in (None, off) else sampling_of(key, value, table, evaluates)
 
-    def rule(value: Any, table: Table) -> Settings:
-        tables = ("orchestrator.sampling", *(["orchestrator.eval.sampling"] if evaluates(table) else []))
-        return {} if value in (None, off) else {f"{each}.{key}": value for each in tables}
 
-    return rule
+def sampling_of(key: str, value: Any, table: Table, evaluates: Callable[[Table], bool]) -> Settings:
+    tables = ("orchestrator.sampling", *(["orchestrator.eval.sampling"] if evaluates(table) else []))
+    return {f"{each}.{key}": value for each in tables}
 
 
 def lora(key: str, *switches: str) -> Rule:

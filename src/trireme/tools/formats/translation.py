@@ -110,7 +110,7 @@ def knows(format: Format, flag: TypedFlag) -> bool:
 
 def _read_flag(flag: TypedFlag, rows: tuple[Row, ...]) -> tuple[KeyPath, Any]:
     """Return the key of a flag, without its `no-`, and the value that its words stand for."""
-    path, value = flag.path, None
+    path = flag.path
     for at in (0, len(path) - 1):
         positive = (*path[:at], path[at].removeprefix("no_"), *path[at + 1 :])
         if positive != path and not is_known(path, rows, RunConfig) and is_known(positive, rows, RunConfig):
@@ -119,12 +119,10 @@ def _read_flag(flag: TypedFlag, rows: tuple[Row, ...]) -> tuple[KeyPath, Any]:
     found = find(RunConfig, ours) if ours else None
     words = " ".join(flag.values)
     if len(flag.values) > 1 and found and found.kind == "list":
-        value = list(flag.values)
-    elif found and found.kind == "text":
-        value = words
-    else:
-        value = read_structure(words) if flag.values else True
-    return path, value
+        return path, list(flag.values)
+    if found and found.kind == "text":
+        return path, words
+    return path, read_structure(words) if flag.values else True
 
 
 def _unknown(path: KeyPath, format: Format, label: str, is_flag: bool) -> str:

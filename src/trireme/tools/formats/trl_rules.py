@@ -12,7 +12,7 @@ from typing import Any
 
 from trireme.config.section import NONE
 from trireme.config.translation import Refused, Rule, Settings
-from trireme.tools.formats.row_rules import Table, lora, sampling, trust
+from trireme.tools.formats.row_rules import Table, lora, sampling_of, trust
 
 ROOM = 1024  # tokens for a prompt, which TRL does not limit
 NEWEST = "a model is its newest. Download that one, and give its folder."
@@ -201,7 +201,7 @@ def set_length(value: Any, table: Table) -> Settings | str:
     if value is None:
         return "a turn may fill the context"
     room = {} if table.get("vllm_max_model_length") else {"seq_len": value + (table.get("max_prompt_length") or ROOM)}
-    return dict(sampling("max_tokens", evaluates)(value, table)) | room
+    return sampling_of("max_tokens", value, table, evaluates) | room
 
 
 def evaluates(table: Table) -> bool:
@@ -216,7 +216,8 @@ def set_evaluation(value: str, table: Table) -> Settings | str:
         if table.get("num_examples") is None:
             raise Refused("steps of an epoch depend on the data. Give --num-examples, or `eval_strategy = steps`.")
         interval = max_steps(table | {"max_steps": -1, "num_train_epochs": 1})
-    return dict(every("orchestrator.eval.interval")(interval, table)) | {
+    return {
+        "orchestrator.eval.interval": max(1, round(interval / updates_per_batch(table))),
         "orchestrator.eval.rollouts_per_example": table.get("num_generations_eval") or table["num_generations"],
         "orchestrator.eval.num_examples": NONE,
         "orchestrator.eval.eval_base": bool(table.get("eval_on_start", False)),

@@ -19,8 +19,10 @@ from trireme.tools.formats.yaml_file import read_overrides, read_yaml, resolve_i
 
 OF_VERL = {"actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "reward_model", "reward", "data"}
 OF_TRL = {"model_name_or_path", "reward_funcs", "num_generations", "per_device_train_batch_size", "dataset_name"}
-TRL_ARGS = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
-TRL_ARGS += ("reward_funcs", "reward_weights")
+TRL_ARGS = (
+    *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
+    *("reward_funcs", "reward_weights"),
+)
 TRL = Format(f"TRL {trl.VERSION}", trl.TRL_GRPO, required=("model_name_or_path", "dataset_name", "reward_funcs"))
 VERL = Format(f"verl {verl.VERSION}", verl.VERL, required=("data.train_files", "actor_rollout_ref.model.path"))
 TRL_ROWS = Path(__file__).parent / "environments" / "trl_rows.py"
@@ -108,7 +110,9 @@ def _translated(
 ) -> Translated:
     for key in format.required:
         if not of(given, key):
-            raise ConfigError(f"{where} has no {key} - expected it, as {format.system} does. Add it.")
+            raise ConfigError(
+                f"{where} has no {key} - expected it, as {format.system} has no default of use. Add `{key}`."
+            )
     made = translate_over(defaults, given, format.rows, where=where, system=format.system)
     made.settings[("max_async_level",)] = 0
     made.settings[("orchestrator", "env", "0")] = environment(merged(defaults, given))
