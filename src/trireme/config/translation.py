@@ -93,7 +93,7 @@ class Line:
     """
 
     theirs: KeyPath
-    value: Any
+    value: Any  # `...` for what the system sets without a key, and `theirs` is its name
     ours: dict[KeyPath, Any]  # empty for a key without effect
     note: str
     where: str = ""  # the file; of a flag, the flag
@@ -111,6 +111,8 @@ class Line:
     def given(self) -> str:
         """The key with its value, as a file has it; without secrets."""
         name = self.theirs[-1]
+        if self.value is ...:
+            return name
         return f"{as_key(self.theirs)} = {_short(without_secrets({name: self.value})[name])}"
 
     @property

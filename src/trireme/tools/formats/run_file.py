@@ -9,7 +9,7 @@ from typing import Any
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, mark_file, parse_arguments
-from trireme.config.compatibility import Kind, belongs_elsewhere, kind_of
+from trireme.config.compatibility import Kind, belongs_elsewhere, keys_for, kind_of
 from trireme.config.files import given_values, read_table
 from trireme.config.load import knows, read_as, read_with_lines
 from trireme.config.reference import help_text
@@ -129,11 +129,14 @@ def help_of(format: Format, program: str) -> str:
     """Return what a command prints for `--help`: its flags, and those of its format with what they are here."""
     keys = []
     for row in format.rows:
-        ours = find(RunConfig, path_of(row.ours)) if isinstance(row.ours, str) else None
-        default = value_at(format.defaults, path_of(row.theirs))
-        about = row.note or (f"{row.ours}: {ours.doc}" if ours else "see `--print-config`")
-        words, required = ours.words if ours else "value", row.theirs in format.required
-        keys.append(Field(row.theirs, "text", words, False, None, required, default, about))
+        # What a rule sets is told by the table of names, or is a sampling parameter by its own name.
+        name = row.theirs.rpartition(".")[2]
+        alike = [row.ours] if isinstance(row.ours, str) else [*keys_for(name), f"orchestrator.sampling.{name}"]
+        known = ((key, find(RunConfig, path_of(key))) for key in alike if row.ours is not None)
+        key, ours = next(((key, found) for key, found in known if found), ("", None))
+        about = row.note or (f"{key}: {ours.doc}" if ours else "see `--print-config`")
+        required, default = row.theirs in format.required, value_at(format.defaults, path_of(row.theirs))
+        keys.append(Field(row.theirs, "text", ours.words if ours else "value", False, None, required, default, about))
     return help_text(None, Command, section=None, program=program, keys=keys)
 
 

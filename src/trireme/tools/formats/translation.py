@@ -92,7 +92,7 @@ def translate(
     # Keys of the file come after the presets, and override them.
     presets = format.presets | (format.presets_on_gpus if devices.gpus else {"device": "cpu"})
     free = {path_of(key): value for key, value in presets.items() if path_of(key) not in made.settings}
-    made.lines.append(Line((format.system,), "", free, "set without a key", where))
+    made.lines.append(Line((format.system,), ..., free, "set without a key", where))
     made.settings = free | made.settings
     return made
 

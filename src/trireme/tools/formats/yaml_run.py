@@ -116,5 +116,5 @@ def _translated(
     made = translate_over(defaults, given, format.rows, where=where, system=format.system)
     made.settings[("max_async_level",)] = 0
     made.settings[("orchestrator", "env", "0")] = environment(merged(defaults, given))
-    made.lines.append(Line((format.system,), "", {("max_async_level",): 0}, "it samples, then trains", where))
+    made.lines.append(Line((format.system,), ..., {("max_async_level",): 0}, "it samples, then trains", where))
     return made
