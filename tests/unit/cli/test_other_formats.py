@@ -83,6 +83,16 @@ def test_what_is_wrong_is_said_in_the_words_of_the_file(vf_file):
             resolve_run(read_run_file(["@", vf_file, *flags.split()], CPU, program="vf-rl", kinds=("vf-rl",)), CPU)
 
 
+def test_flag_into_an_array_needs_the_number_of_its_item(flat_file):
+    def read(*flags: str) -> RunConfig:
+        return read_run_file(["@", flat_file, *flags], CPU, program="prime-rl", kinds=("flat",)).config
+
+    assert read("--env.0.weight", "2", "--name", "7").orchestrator.env[0].weight == 2
+    Path(flat_file).write_text(f"{FLAT.replace(ENV, '')}[[env]]\nid = 'reverse-text'\n")
+    with pytest.raises(ConfigError, match=r"--env\.0\."):
+        read("--env.weight", "2")
+
+
 def test_each_command_sends_other_formats_on(flat_file, vf_file):
     with pytest.raises(ConfigError, match=f"Type `prime-rl {flat_file}`"):
         run_translated("vf-rl", ["@", flat_file])

@@ -16,14 +16,18 @@ ADAPTER_LR, WHOLE_LR = 1e-5, 1e-6
 TURNS = 4  # answers of `max_tokens` that fit into a sample if the file does not say how long it may be
 
 
-def name_of(environments: Any) -> str:
-    """Return the name of the first environment of a file."""
-    first = environments[0] if isinstance(environments, list) else environments
-    return Environment.model_construct(**{"id": first["id"], "name": first.get("name")}).resolved_name
+def first_of(environments: Any) -> Table:
+    """Return the first environment of a file; an empty table for one that is none, which its own key refuses."""
+    first = environments[0] if isinstance(environments, list) and environments else environments
+    return first if isinstance(first, dict) else {}
 
 
-def name_run(name: Any, table: Table) -> Settings:
-    return {"name": name_of(table["env"]) if is_off(name) else name}
+def name_of(name: Any, environments: Any) -> Settings:
+    """Return the name of a run: that of its first environment if it has none of its own."""
+    first = first_of(environments)
+    if is_off(name) and isinstance(first.get("id"), str):
+        name = Environment.model_construct(**{"id": first["id"], "name": first.get("name")}).resolved_name
+    return {} if is_off(name) else {"name": str(name)}
 
 
 def limit_samples(seq_len: Any, table: Table) -> Settings:
@@ -61,7 +65,7 @@ LAYERS = (
     "`tensor_parallel_size` instead."
 )
 COMMON = (
-    Row("name", name_run),
+    Row("name", lambda name, table: name_of(name, table["env"])),
     Row("seq_len", limit_samples),
     Row("learning_rate", choose_rate),
     Row("batch_size", "orchestrator.batch_size"),

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trireme.base.devices import Devices
+from trireme.base.errors import ConfigError
 from trireme.config.arguments import TypedFlag
 from trireme.config.compatibility import keys_for
 from trireme.config.problems import raise_together
@@ -67,7 +68,16 @@ def translate(
     """
     table = _lifted(table, format.rows)
     typed = {path: (flag, value) for flag in flags for path, value in [_read_flag(flag, format.rows)]}
-    for path, (_, value) in typed.items():
+    for path, (flag, value) in typed.items():
+        if path[:2] == ("env", "0") and isinstance(table.get("env"), dict):
+            table = table | {"env": [table["env"]]}
+        around = (path[:depth] for depth in range(1, len(path)))
+        inside = next((above for above in around if isinstance(value_at(table, above), list)), None)
+        if inside and not path[len(inside)].isdigit():
+            raise ConfigError(
+                f"`{flag.name}` points into an array, `{as_key(inside)}` - expected the number of an item, counted from "
+                f"0. Write `{as_flag(inside)}.0.…`."
+            )
         table = with_value(table, path, value)
     engine = value_at(table, ("inference", "args"))
     if isinstance(engine, dict):  # vLLM takes its flags with hyphens and with underscores
@@ -129,6 +139,8 @@ def _unknown(path: KeyPath, format: Format, label: str, is_flag: bool) -> str:
     names = names_below(path[:-1], format.rows)
     near = get_close_matches(path[-1], names, n=1) or [name for name in names if name in keys_for(path[-1])]
     guess = (*path[:-1], near[0]) if near else ()
+    if below := names_below(path, format.rows):
+        return f"{label}: `{as_key(path)}` is a table. Write its keys one by one: `{as_flag((*path, below[0]))} …`."
     advice = f"Did you mean `{as_flag(guess) if is_flag else as_key(guess)}`?" if guess else "Remove it."
     key = "unknown flag" if is_flag else f"unknown key `{as_key(path)}`"
     return f"{label}: {key} - `{format.system}` has none of that name, and neither has `rl`. {advice}"

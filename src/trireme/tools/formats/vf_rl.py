@@ -9,7 +9,7 @@ from trireme.config.orchestrator import OrchestratorConfig
 from trireme.config.rows.prime_rl import of_vllm, under
 from trireme.config.rows.rules import has_gpus, on_gpus, only
 from trireme.config.translation import Refused, Row, Rule, Settings
-from trireme.tools.formats.flat import name_of
+from trireme.tools.formats.flat import first_of, name_of
 from trireme.tools.formats.row_rules import Table, if_true, lora, sampling, set_dtype
 from trireme.tools.formats.translation import Format
 
@@ -26,7 +26,7 @@ def name_run(value: Any, table: Table) -> Settings:
     # The run's folder is OUTPUT_DIR/NAME here, so the last part of their folder becomes the name.
     args = args_of(table)
     folder = args.get("output_dir")
-    return {"name": PurePath(folder).name if folder else args["run_name"] or name_of(table["env"])}
+    return name_of(PurePath(str(folder)).name if folder else args["run_name"], table["env"])
 
 
 def set_resume(place: Any, table: Table) -> Settings:
@@ -46,7 +46,7 @@ def limit(ours: str) -> Rule:
 
     def rule(value: Any, table: Table) -> Settings:
         of_run = {"orchestrator.max_concurrent": value} if ours == "max_concurrent" else {}
-        return of_run | ({} if ours in table["env"] else {f"orchestrator.env.0.{ours}": value})
+        return of_run | ({} if ours in first_of(table["env"]) else {f"orchestrator.env.0.{ours}": value})
 
     return rule
 
@@ -118,7 +118,7 @@ ARGS_ROWS = under(
     *(Row(f"lora_{key}", lora(key, "trainer.args.use_lora")) for key in LORA),
     Row("use_lora", None, "[trainer.model.lora] says how adapters are trained"),
     Row("run_name", name_run),
-    Row("output_dir", lambda folder, table: {"output_dir": str(PurePath(folder).parent)}),
+    Row("output_dir", lambda folder, table: {"output_dir": str(PurePath(str(folder)).parent)}),
     Row("resume_from_checkpoint", set_resume),
     Row("learning_rate", "trainer.optim.lr"),
     Row("max_grad_norm", "trainer.optim.max_norm"),
