@@ -83,14 +83,24 @@ COMMON = (
 )
 """Keys that both formats have, besides those that are ours by the same name."""
 OF_GPUS = (
-    Row("model_name", "model.name"),
     Row("num_gpus", split),
     Row("tensor_parallel_size", on_gpus("inference.parallel.tp")),
     Row("pipeline_parallel_size", only(1, instead=LAYERS)),
 )
-DEFAULTS: Table = {"name": None, "seq_len": None, "learning_rate": None}
 LONG_SAMPLES: Settings = {"trainer.model.optimization_dtype": "bfloat16", "trainer.model.ac.freq": 1}
 """What makes long samples fit on GPUs. These formats have no keys for it."""
 
-FLAT = Format("prime-rl", (*COMMON, *OF_GPUS), DEFAULTS, ("model_name", "env"), presets_on_gpus=LONG_SAMPLES)
-HOSTED = Format("hosted training", (*COMMON, Row("model", "model.name")), DEFAULTS, ("model", "env"), {}, LONG_SAMPLES)
+
+def format_of(system: str, model: str, *rows: Row) -> Format:
+    return Format(
+        system,
+        (*COMMON, Row(model, "model.name"), *rows),
+        defaults={"name": None, "seq_len": None, "learning_rate": None},
+        required=(model, "env"),
+        switches=("use_lora", "use_difficulty_filtering"),
+        presets_on_gpus=LONG_SAMPLES,
+    )
+
+
+FLAT = format_of("prime-rl", "model_name", *OF_GPUS)
+HOSTED = format_of("hosted training", "model")

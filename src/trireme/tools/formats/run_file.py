@@ -121,7 +121,7 @@ def read_run_file(argv: list[str], devices: Devices, *, program: str, kinds: tup
         config,
         lines=tuple(lines if kind == "run" else made.lines),
         typed=tuple(" ".join([flag.name, *flag.values]) for flag in ours),
-        env_files=tuple(map(Path, [named] if isinstance(named, str) else named)),
+        env_files=tuple(Path(str(file)) for file in (named if isinstance(named, list | tuple) else [named])),
     )
 
 

@@ -15,6 +15,7 @@ from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import TypedFlag
 from trireme.config.compatibility import keys_for
+from trireme.config.files import toml_value
 from trireme.config.problems import raise_together
 from trireme.config.rows.rules import on_machine
 from trireme.config.run import RunConfig
@@ -44,6 +45,7 @@ class Format:
         system: its name, for messages.
         defaults: its values of keys that were not given, as far as they set something here.
         required: keys that every file has.
+        switches: keys that are true or false.
         presets: our keys that the format sets without a key of its own, and those that it sets on GPUs only.
     """
 
@@ -51,6 +53,7 @@ class Format:
     rows: tuple[Row, ...]
     defaults: Table = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
     presets: Settings = field(default_factory=dict)
     presets_on_gpus: Settings = field(default_factory=dict)
 
@@ -75,8 +78,8 @@ def translate(
         inside = next((above for above in around if isinstance(value_at(table, above), list)), None)
         if inside and not path[len(inside)].isdigit():
             raise ConfigError(
-                f"`{flag.name}` points into an array, `{as_key(inside)}` - expected the number of an item, counted from "
-                f"0. Write `{as_flag(inside)}.0.…`."
+                f"`{flag.name}` points into an array, `{as_key(inside)}` - expected the number of an item, counted "
+                f"from 0. Write `{as_flag(inside)}.0.…`."
             )
         table = with_value(table, path, value)
     engine = value_at(table, ("inference", "args"))
@@ -96,6 +99,11 @@ def translate(
     problems = [
         _unknown(path, format, f"`{typed[path][0].name}`" if path in typed else where, path in typed)
         for path in made.unknown
+    ]
+    problems += [
+        f"{where}: `{key} = {toml_value(value)}` - expected true or false. Write one of them."
+        for key in format.switches
+        if not isinstance(value := value_at(table, path_of(key), False), bool)
     ]
     raise_together([*problems, *made.problems])
 

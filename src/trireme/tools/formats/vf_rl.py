@@ -165,6 +165,14 @@ ROWS = (
     *of_vllm("inference.args"),
     *ARGS_ROWS,
 )
+SWITCHES = (
+    "use_lora",
+    "bf16",
+    "gradient_checkpointing",
+    "sync_ref_model",
+    "log_completions",
+    "mask_truncated_completions",
+)
 ARGS: Table = {
     **{"run_name": None, "seed": 42, "max_steps": 500, "batch_size": 512, "rollouts_per_example": 16},
     **{"max_seq_len": 2048, "micro_batch_size": 8, "num_batches_ahead": 1, "num_iterations": 1, "beta": 0.0},
@@ -182,6 +190,7 @@ VF_RL = Format(
     ROWS,
     defaults={"trainer": {"args": ARGS}},
     required=("model", "env", "inference.gpus", "trainer.gpus"),
+    switches=tuple(f"trainer.args.{name}" for name in SWITCHES),
     presets={"console.style": "vf-rl", "trainer.model.optimization_dtype": "float32"},
     presets_on_gpus={"trainer.model.optimization_dtype": "bfloat16"},
 )

@@ -147,6 +147,7 @@ def test_each_key_that_is_given_or_sets_something_has_a_line():
         (vf({"lora_rnk": 8}), "lora_rank"),
         (vf({"eval_strategy": "epoch"}), "`trainer.args.eval_strategy = "),
         (vf({"mask_env_responses": False}), "never trained on"),
+        (vf({"bf16": "yes"}), 'bf16 = "yes"` - expected true or false'),
         (vf({"sync_ref_model": True}), "ref_model_sync_steps"),
         (vf({"ref_model_sync_steps": 9}), "beta"),
         (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
