@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trireme.config.orchestrator import Environment
-from trireme.config.rows.rules import NO_GPU, has_gpus, is_off, on_gpus, only, switch
+from trireme.config.rows.rules import NO_GPU, has_gpus, on_gpus, only, switch
 from trireme.config.run import RunConfig
 from trireme.config.translation import Refused, Row, Rule, Settings, value_at
 from trireme.tools.formats.row_rules import Table, split_gpus
@@ -14,6 +14,10 @@ from trireme.tools.formats.translation import Format
 ADAPTER_LR, WHOLE_LR = 1e-5, 1e-6
 """Where the guide to these formats begins, with adapters and without."""
 TURNS = 4  # answers of `max_tokens` that fit into a sample if the file does not say how long it may be
+
+
+def is_missing(value: Any) -> bool:
+    return value is None or value == "none"
 
 
 def first_of(environments: Any) -> Table:
@@ -25,26 +29,26 @@ def first_of(environments: Any) -> Table:
 def name_of(name: Any, environments: Any) -> Settings:
     """Return the name of a run: that of its first environment if it has none of its own."""
     first = first_of(environments)
-    if is_off(name) and isinstance(first.get("id"), str):
+    if is_missing(name) and isinstance(first.get("id"), str):
         name = Environment.model_construct(**{"id": first["id"], "name": first.get("name")}).resolved_name
-    return {} if is_off(name) else {"name": str(name)}
+    return {} if is_missing(name) else {"name": str(name)}
 
 
 def limit_samples(seq_len: Any, table: Table) -> Settings:
     # A sample holds all turns of a rollout, so it must be longer than one answer.
     usual, max_tokens = RunConfig.model_fields["seq_len"].default, value_at(table, ("sampling", "max_tokens"))
-    return {"seq_len": max(usual, TURNS * (max_tokens or 0)) if is_off(seq_len) else seq_len}
+    return {"seq_len": max(usual, TURNS * (max_tokens or 0)) if is_missing(seq_len) else seq_len}
 
 
 def choose_rate(lr: Any, table: Table) -> Settings:
-    return {"trainer.optim.lr": (ADAPTER_LR if table.get("use_lora") else WHOLE_LR) if is_off(lr) else lr}
+    return {"trainer.optim.lr": (ADAPTER_LR if table.get("use_lora") else WHOLE_LR) if is_missing(lr) else lr}
 
 
 def only_with(switch: str, ours: str) -> Rule:
     """Return the rule of a key that means something only if another one is true."""
 
     def rule(value: Any, table: Table) -> Settings | str:
-        if is_off(value):
+        if is_missing(value):
             return f"see {switch}"
         if not table.get(switch):
             raise Refused(f"expected `{switch} = true` with it. Add that, or remove the key.")
@@ -55,7 +59,7 @@ def only_with(switch: str, ours: str) -> Rule:
 
 def split(num_gpus: Any, table: Table) -> Settings | str:
     # Without a number the run divides the GPUs of the machine itself.
-    if is_off(num_gpus) or not has_gpus():
+    if is_missing(num_gpus) or not has_gpus():
         return NO_GPU if num_gpus else "all of the machine's"
     return split_gpus(num_gpus, table.get("tensor_parallel_size") or 1)
 

@@ -77,7 +77,8 @@ def lora(key: str, *switches: str) -> Rule:
     def rule(value: Any, table: Table) -> Settings | str:
         if not any(of(table, switch) for switch in switches):
             return f"{switches[0].rpartition('.')[2]} is off"
-        listed = [value] if isinstance(value, str) and key in ("target_modules", "modules_to_save") else value
+        is_text = isinstance(value, str) and key in ("target_modules", "modules_to_save")
+        listed = [name.strip() for name in value.split(",")] if is_text else value
         return {} if value is None else {f"trainer.model.lora.{key}": listed}
 
     return rule

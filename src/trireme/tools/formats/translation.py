@@ -136,10 +136,10 @@ def _read_flag(flag: TypedFlag, rows: tuple[Row, ...]) -> tuple[KeyPath, Any]:
     ours = renamed(path, rows, RunConfig)
     found = find(RunConfig, ours) if ours else None
     words = " ".join(flag.values)
-    if len(flag.values) > 1 and found and found.kind == "list":
-        return path, list(flag.values)
     if found and found.kind == "text":
         return path, words
+    if len(flag.values) > 1:
+        return path, list(flag.values)
     return path, read_structure(words) if flag.values else True
 
 

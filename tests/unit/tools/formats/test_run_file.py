@@ -156,12 +156,13 @@ def test_each_key_that_is_given_or_sets_something_has_a_line():
         (vf({"batch_size": 100, "gradient_accumulation_steps": 8}), "gradient_accumulation_steps"),
         (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
         (FLAT | {"lora_rank": 8}, "use_lora"),
+        (FLAT | {"seq_len": 0}, "seq_len"),
         (FLAT | {"difficulty_threshold": 0.3}, "use_difficulty_filtering"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(table, words):
     with pytest.raises(ConfigError) as caught:
-        translated(table, EIGHT if "model_name" in table else CPU)
+        check(table, EIGHT if "model_name" in table else CPU, {})
     assert words in str(caught.value)
 
 
