@@ -13,6 +13,7 @@ from trireme.config.translation import Row, refused, spread
 AUTUMN = "2026-09"
 NO_MATTER = "nothing that is trained depends on it"
 SUBMIT = "`trireme submit FILE --on slurm` submits a run; this command starts it on this machine"
+ONE = "one machine, as without `[hosts]`"
 SEVERAL = (
     "this command starts everything on one machine; `trireme submit FILE --on slurm --nodes N` asks for several, and "
     "`[hosts]` names them"
@@ -319,7 +320,7 @@ RUN = spread(
     Row("monitors.file monitors.prime prime_monitor", None, IN_RUN),
     Row("wandb.offline", switch("wandb.mode", "offline")),
     # machines
-    Row("deployment.type", lambda kind, table: "as without `[hosts]`" if kind == "single_node" else SEVERAL),
+    Row("deployment.type", lambda kind, table: ONE if kind == "single_node" else SEVERAL),
     Row("deployment.num_train_gpus", on_gpus("trainer_gpus")),
     Row("deployment.num_infer_gpus", on_gpus("inference_gpus")),
     Row("deployment", None, "`trireme submit --nodes` asks for machines, `[hosts]` names them"),
