@@ -22,7 +22,6 @@ from trireme.config.files import ProcessName
 from trireme.config.rules.check import check_launch
 from trireme.config.translation import their_keys_named
 from trireme.tools.formats.run_file import read_run_file, resolve_run
-from trireme.tools.formats.translation import as_toml
 
 KINDS: dict[str, tuple[Kind, ...]] = {
     "vf-rl": ("vf-rl",),
@@ -50,15 +49,15 @@ def run_translated(program: str, argv: list[str]) -> int:
     typed = read_run_file(argv, devices, program=program, kinds=KINDS[program])
     command, config = typed.command, resolve_run(typed, devices)
     if command.print_config:
-        print(as_toml(typed.translation), end="")
+        print(typed.as_toml(), end="")
         return 0
 
-    set_variables(typed.translation.env_files)
+    set_variables(typed.env_files)
     if command.dry_run:
         return dry_run(config, devices)
 
     # Errors from here on name the keys of the file that the user wrote, not of its translation.
-    with their_keys_named(typed.translation.lines):
+    with their_keys_named(typed.lines):
         if program in PANES and not command.one_terminal and wants_panes(command.session):
             check_launch(config, devices)  # while it can be seen in this terminal
             again = [sys.executable, "-m", __spec__.name, program, *argv, "--one-terminal"]

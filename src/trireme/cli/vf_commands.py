@@ -13,11 +13,10 @@ from trireme.cli.other_formats import run_translated
 from trireme.cli.trireme import trireme
 from trireme.config.arguments import HELP, TypedFlag, parse_arguments
 from trireme.config.load import Invocation, knows
+from trireme.config.rows.prime_rl import of_vllm
 from trireme.config.run import RunConfig
 from trireme.config.section import as_flag
 from trireme.tools.formats.run_file import read_run_file
-from trireme.tools.formats.translation import To, as_toml
-from trireme.tools.formats.vf_rl import VLLM_FLAGS
 
 ENVIRONMENTS = Path("environments")
 
@@ -81,7 +80,7 @@ def serve(argv: list[str]) -> None:
     typed = read_run_file(argv, detect_devices(), program="vf-vllm", kinds=("vf-rl",))
     file = typed.config.paths.configs / "translated.toml"  # next to the other processes' configuration
     with atomic_write(file) as out:
-        out.write(as_toml(typed.translation).encode())
+        out.write(typed.as_toml().encode())
     inference(["@", str(file)])
 
 
@@ -91,14 +90,15 @@ def engine_flags(argv: list[str]) -> Iterator[str]:
     Example:
         engine_flags(["--model", "m", "--enforce-eager"])  # "--model.name", "m", "--inference.model.enforce-eager"
     """
+    flags_of_vllm = {row.theirs.removeprefix("."): row.ours for row in of_vllm("")}
     for flag in parse_arguments(argv):
         if not isinstance(flag, TypedFlag):
             raise ConfigError(f"`{flag.name}` - expected flags of vLLM. Write `--model NAME` and the like.")
 
         # Flags that vLLM and we both have are taken as vLLM's, which users of this command mean.
         name = ".".join(flag.path)
-        is_ours = name not in VLLM_FLAGS and (knows(RunConfig, flag) or knows(Invocation, flag))
-        target = name if is_ours else VLLM_FLAGS.get(name, To(f"inference.args.{name}")).target
+        is_ours = name not in flags_of_vllm and (knows(RunConfig, flag) or knows(Invocation, flag))
+        target = name if is_ours else flags_of_vllm.get(name, f"inference.args.{name}")
         if isinstance(target, str):
             yield from (as_flag(tuple(target.split("."))), *flag.values)
 

@@ -42,6 +42,7 @@ from trireme.config.translation import (
     their_keys_named,
     translate,
     with_comments,
+    with_value,
 )
 
 MOST_LEVELS = 64  # levels of tables and arrays inside one value
@@ -358,7 +359,7 @@ class _Reading:
         words = " ".join(flag.values)
         value: Any = False if is_negated else read_structure(words) if flag.values else True
         before = self.given
-        self.given = _with_value(before, path, value)
+        self.given = with_value(before, path, value)
         table = table_of(path, value)
         found = translate(table, rows, where=flag.name, root=self.root, given=self.given, is_flag=True)
         source = Source(flag.name, typed=words)
@@ -503,21 +504,6 @@ def _leaves(
             yield from _leaves(value, root, path)
         else:
             yield path, value
-
-
-def _with_value(table: dict[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:
-    """Return a copy of nested tables with another value at a path, which may lead into arrays."""
-    name, below = path[0], path[1:]
-    inside = table.get(name, {})
-    if not below:
-        return table | {name: value}
-    if isinstance(inside, list) and below[0].isdigit():
-        items = [*inside, {}][: max(len(inside), int(below[0]) + 1)]
-        if int(below[0]) < len(items):
-            item = items[int(below[0])]
-            items[int(below[0])] = _with_value(item, below[1:], value) if below[1:] else value
-        return table | {name: items}
-    return table | {name: _with_value(inside if isinstance(inside, dict) else {}, below, value)}
 
 
 def _no_such_item(label: str, path: KeyPath, count: int) -> str:

@@ -16,11 +16,19 @@ from trireme.config.section import NONE, Field, Section, fields_of, find
 _WIDTH = 110
 
 
-def help_text(root: type[Section], invocation: type[Section], *, section: str | None, program: str) -> str:
+def help_text(
+    root: type[Section] | None,
+    invocation: type[Section],
+    *,
+    section: str | None = None,
+    program: str,
+    keys: list[Field] | None = None,
+) -> str:
     """Return what a command prints for `--help`.
 
     Args:
         invocation: the flags of the command itself.
+        keys: those of another format, in place of a configuration of ours.
         section: for a process's own command, the table whose keys come first and without its name.
     """
     files = " [--trainer @ file.toml …]" if program == "rl" else ""
@@ -32,6 +40,9 @@ def help_text(root: type[Section], invocation: type[Section], *, section: str | 
         In a file, `--a.b-c value` is `b_c = value` under `[a]`. `--no-x` switches off.
         Lists: `--x 1 2`, `--x 1,2` or `--x "[1, 2]"`. Tables: `--x '{{"a": 1}}'` or `--x.a 1`.""")
     blocks = [usage, _block("the command itself", "", "", list(fields_of(invocation).values()))]
+
+    if root is None:
+        return "\n\n".join([*blocks, _block("the file", "", "", keys or [])])
 
     # A process's own keys come first, without their table's name; the run's follow, without other processes' tables.
     own = find(root, (section,)) if section else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,8 @@ note of its own), or why the key has no effect, and raises `Refused` for a value
 
 _MOST_SHOWN = 60  # characters of a value in a line
 _MOST_NAMES = 5  # times that tables around a key are renamed
+DEFAULT = "the default"
+UNSUPPORTED = "not supported here"
 _MOST_LINES = 12  # keys without effect that are named at the start of a run
 
 
@@ -39,8 +41,10 @@ class Refused(ValueError):
 class Row:
     """A key of another system, and what becomes of it here.
 
-    In `theirs` and `ours`, `[]` behind an array means its items, and `*` for a part that may be anything; a key
-    that begins with `*.` is meant in every table. A row of a table holds for all keys below that have no row.
+    A row may have several keys, with blanks between them: `spread` makes a row of each. `a.{b c}` is `a.b a.c`, and
+    `{}` in `ours` stands for what the braces hold, or for the key. In both, `[]` behind an array means its items, and
+    `*` a part that may be anything; a key that begins with `*.` is meant in every table. A row of a table holds for all
+    keys below that have no row.
 
     Attributes:
         theirs: their dotted key.
@@ -57,6 +61,25 @@ class Row:
     since: str = ""
 
 
+def spread(*rows: Row | Iterable[Row]) -> tuple[Row, ...]:
+    """Return the rows of a table, or of several, with one key each.
+
+    Example:
+        spread(Row("a.{b c} d", "x.{}"))  # (Row("a.b", "x.b"), Row("a.c", "x.c"), Row("d", "x.{}"))
+    """
+    found = []
+    for row in rows:
+        for one in (row,) if isinstance(row, Row) else row:
+            if " " not in one.theirs and "{" not in one.theirs:
+                found.append(one)
+                continue
+            for before, inside, behind, plain in re.findall(r"([^\s{]*)\{([^}]*)\}(\S*)|(\S+)", one.theirs):
+                for name in inside.split() or [""]:
+                    ours = one.ours.replace("{}", name or plain) if isinstance(one.ours, str) else one.ours
+                    found.append(replace(one, theirs=plain or f"{before}{name}{behind}", ours=ours))
+    return tuple(found)
+
+
 def refused(theirs: str, words: str, since: str = "") -> Row:
     """Return the row of a key that is refused with every value."""
     return Row(theirs, None, words, refused=True, since=since)
@@ -71,7 +94,7 @@ class Line:
     """
 
     theirs: KeyPath
-    value: Any
+    value: Any  # `...` for what the system sets without a key, and `theirs` is its name
     ours: dict[KeyPath, Any]  # empty for a key without effect
     note: str
     where: str = ""  # the file; of a flag, the flag
@@ -89,6 +112,8 @@ class Line:
     def given(self) -> str:
         """The key with its value, as a file has it; without secrets."""
         name = self.theirs[-1]
+        if self.value is ...:
+            return name
         return f"{as_key(self.theirs)} = {_short(without_secrets({name: self.value})[name])}"
 
     @property
@@ -156,6 +181,35 @@ def translate(
     return walk.result
 
 
+def translate_over(
+    defaults: dict[str, Any],
+    given: dict[str, Any],
+    rows: tuple[Row, ...],
+    *,
+    where: str,
+    system: str,
+    root: type[Section] | None = None,
+) -> Translated:
+    """Translate a table on top of its system's defaults: rules see both, and what is given counts more.
+
+    Args:
+        system: its name, for the lines of defaults that set something. Other defaults have no line.
+    """
+    whole = merged(defaults, given)
+    made = translate(given, rows, where=where, root=root, given=whole)
+    below = translate(_without(defaults, given), rows, where=where, root=root, given=whole)
+    if root is None:
+        made.lines = [replace(line, note=UNSUPPORTED) if line.theirs in made.unknown else line for line in made.lines]
+    typed = {*made.settings}
+    for line in below.lines:
+        if ours := {path: value for path, value in line.ours.items() if path not in typed}:
+            note = f"{DEFAULT} of {system}{f'; {line.note}' if line.note else ''}"
+            made.lines.append(replace(line, ours=ours, note=note))
+            made.settings |= ours
+    made.problems += below.problems
+    return made
+
+
 def renamed(path: KeyPath, rows: tuple[Row, ...], root: type[Section]) -> KeyPath | None:
     """Return our name of a key, its own if that is ours; None if there is none, or if its value has to be known."""
     mark = object()
@@ -219,7 +273,7 @@ def describe_without_effect(lines: Iterable[Line]) -> str:
     return f"without effect here: {'; '.join(shown)}{more}. `--print-config` shows what became of each key."
 
 
-def with_comments(config: Section, lines: Iterable[Line]) -> str:
+def with_comments(config: Section, lines: Iterable[Line | str]) -> str:
     """Return what the user gave as a TOML file of ours, with a comment on what became of each key."""
     comments = "".join(f"# {text}\n" for line in lines for text in str(line).splitlines())
     return f"{comments}\n{to_toml(given_values(config))}"
@@ -254,6 +308,30 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         for key, value in above.items()
     }
     return below | both
+
+
+def _without(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return a table without the keys of another one."""
+    left = {key: value for key, value in table.items() if key not in other}
+    both = {key: (table[key], other[key]) for key in table.keys() & other.keys()}
+    return left | {
+        key: _without(*pair) for key, pair in both.items() if isinstance(pair[0], dict) and isinstance(pair[1], dict)
+    }
+
+
+def with_value(table: dict[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:
+    """Return a copy of nested tables with another value at a path, which may lead into arrays."""
+    name, below = path[0], path[1:]
+    inside = table.get(name, {})
+    if not below:
+        return table | {name: value}
+    if isinstance(inside, list) and below[0].isdigit():
+        items = [*inside, {}][: max(len(inside), int(below[0]) + 1)]
+        if int(below[0]) < len(items):
+            item = items[int(below[0])]
+            items[int(below[0])] = with_value(item, below[1:], value) if below[1:] else value
+        return table | {name: items}
+    return table | {name: with_value(inside if isinstance(inside, dict) else {}, below, value)}
 
 
 def value_at(table: Any, path: KeyPath, default: Any = None) -> Any:
@@ -344,7 +422,8 @@ class _Walk:
         found = self._find(names)
         while found.row is not None and isinstance(found.row.ours, str):
             above = None
-            names = (*names, _filled(found.row.ours, found.path, len(_parts(found.row.theirs)), found.wild))
+            moved = _filled(found.row.ours, found.path, len(_parts(found.row.theirs)), found.wild)
+            names = (*names, self._placed(moved))
             self.result.tables[names[-1]] = names[0]
             # A table may be renamed several times: its new name is looked up again.
             if (further := self._find(names[-1:])).row is None or len(names) > _MOST_NAMES:
@@ -424,6 +503,11 @@ class _Walk:
         except Refused as refused:
             self.result.problems.append(f"{written} - {refused}")
             return
+        except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:  # of a value's type
+            self.result.problems.append(
+                f"{written} - it, or a key that it is computed with, has a wrong value ({error}). Correct it."
+            )
+            return
         if isinstance(made, str):
             self._set(theirs, {}, made)
             return
@@ -432,9 +516,13 @@ class _Walk:
         settings = {_filled(key, found.path, depth, found.wild, rest=False): each for key, each in made.items()}
         self._set(theirs, settings, note)
 
+    def _placed(self, ours: KeyPath) -> KeyPath:
+        """Return the place of a key of ours: `sft` has the trainer's at its top."""
+        is_at_top = self.root is not None and ours[0] == "trainer" and find(self.root, ("trainer",)) is None
+        return ours[1:] if is_at_top else ours
+
     def _set(self, theirs: KeyPath, ours: dict[KeyPath, Any], note: str) -> None:
-        if self.root is not None and find(self.root, ("trainer",)) is None:  # `sft` has the trainer's keys at its top
-            ours = {path[1:] if path[0] == "trainer" else path: value for path, value in ours.items()}
+        ours = {self._placed(path): each for path, each in ours.items()}
         line = Line(theirs, value_at(self.given, theirs), ours, note, self.where)
         self.result.lines.append(line)
         for path, value in ours.items():
@@ -442,7 +530,7 @@ class _Walk:
             before = self.result.origins.setdefault(path, line)
             if before is not line and self.result.settings[path] != value:
                 self.result.problems.append(
-                    f"{self.where}: `{as_key(before.theirs)}` and `{as_key(theirs)}` are two names of one key, "
+                    f"{self.where}: `{before.given}` and `{line.given}` are two names of one key, "
                     f"`{as_key(path)}` - expected one of them, or equal values. Remove one."
                 )
             self.result.settings[path] = value

@@ -83,6 +83,24 @@ def test_what_is_wrong_is_said_in_the_words_of_the_file(vf_file):
             resolve_run(read_run_file(["@", vf_file, *flags.split()], CPU, program="vf-rl", kinds=("vf-rl",)), CPU)
 
 
+@pytest.mark.parametrize("typed", [["q_proj", "v_proj"], ["q_proj,v_proj"], ['["q_proj", "v_proj"]']])
+def test_list_may_be_typed_in_each_way(vf_file, typed):
+    argv = ["@", vf_file, "--trainer.args.lora-target-modules", *typed]
+    lora = read_run_file(argv, CPU, program="vf-rl", kinds=("vf-rl",)).config.trainer.model.lora
+    assert lora is not None
+    assert lora.target_modules == ("q_proj", "v_proj")
+
+
+def test_flag_into_an_array_needs_the_number_of_its_item(flat_file):
+    def read(*flags: str) -> RunConfig:
+        return read_run_file(["@", flat_file, *flags], CPU, program="prime-rl", kinds=("flat",)).config
+
+    assert read("--env.0.weight", "2", "--name", "7").orchestrator.env[0].weight == 2
+    Path(flat_file).write_text(f"{FLAT.replace(ENV, '')}[[env]]\nid = 'reverse-text'\n")
+    with pytest.raises(ConfigError, match=r"--env\.0\."):
+        read("--env.weight", "2")
+
+
 def test_each_command_sends_other_formats_on(flat_file, vf_file):
     with pytest.raises(ConfigError, match=f"Type `prime-rl {flat_file}`"):
         run_translated("vf-rl", ["@", flat_file])

@@ -29,9 +29,9 @@ from trireme.config.resolve import resolve
 from trireme.config.rules.check import check
 from trireme.config.run import RunConfig
 from trireme.config.section import Section, find
-from trireme.tools.formats.flat import FLAT, HOSTED, Flat, Hosted
+from trireme.tools.formats.flat import FLAT, HOSTED
 from trireme.tools.formats.translation import translate
-from trireme.tools.formats.vf_rl import VF_RL, VfArgs
+from trireme.tools.formats.vf_rl import VF_RL
 from trireme.tools.gepa.config import GepaConfig
 
 REPOSITORY = Path(__file__).parents[3]
@@ -118,7 +118,9 @@ def test_page_has_tables_of_each_kind():
 
 
 def test_a_key_of_another_format_is_answered_in_a_file_of_rl(tmp_path):
-    theirs = {*VfArgs.model_fields, *Flat.model_fields, *Hosted.model_fields} - RunConfig.model_fields.keys()
+    rows = [row for format in (VF_RL, FLAT, HOSTED) for row in format.rows]
+    theirs = {row.theirs.removeprefix("trainer.args.") for row in rows if not row.theirs.startswith("inference.")}
+    theirs = {name.partition(".")[0] for name in theirs} - RunConfig.model_fields.keys()
     for name in theirs:
         (tmp_path / "rl.toml").write_text(f'orchestrator.env = {{ id = "x" }}\n{name} = "x"\n')
         with pytest.raises(ConfigError, match=f"`{name}(`| = )") as caught:

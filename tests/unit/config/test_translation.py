@@ -13,8 +13,10 @@ from trireme.config.translation import (
     nested,
     refused,
     renamed,
+    spread,
     their_keys_named,
     translate,
+    translate_over,
     value_at,
     with_comments,
 )
@@ -39,6 +41,9 @@ ROWS = (
     refused("bad", "do without"),
     Row("*.anywhere", None, "known in every table"),
 )
+
+
+MADE = 'seed = 4, name = "untitled"'
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,22 @@ def test_all_refusals_of_a_table_are_found_together():
         "a.toml: `bad = 1` - do without",
         "a.toml: `double = -2` - expected a number of at least 0.",
     ]
+
+
+def test_value_of_a_wrong_type_is_refused_under_its_key():
+    (problem,) = translate({"double": "x"}, ROWS, where="a.toml").problems
+    assert problem.startswith('a.toml: `double = "x"` - it, or a key that it is computed with, has a wrong value')
+
+
+def test_row_of_several_keys_holds_for_each():
+    rows = spread(Row("a.{b c} d", "x.{}", "why"), [Row("e", None)])
+    assert [(row.theirs, row.ours) for row in rows] == [("a.b", "x.b"), ("a.c", "x.c"), ("d", "x.d"), ("e", None)]
+
+
+def test_given_key_counts_more_than_a_default_under_another_name():
+    found = translate_over({"steps": 3, "double": 8}, {"max_steps": 4}, ROWS, where="f", system="S", root=RunConfig)
+    assert (found.table, found.problems) == ({"max_steps": 4, "seed": 4, "name": "untitled"}, [])
+    assert [str(line) for line in found.lines] == ["max_steps = 4", f"double = 8 -> {MADE}: the default of S"]
 
 
 @pytest.mark.parametrize(("second", "count"), [(4, 1), (3, 0)])

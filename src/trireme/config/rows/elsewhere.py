@@ -48,6 +48,6 @@ HERE = {
 """Values of such keys that ask for what is so here, and why."""
 
 ELSEWHERE = (
-    *(Row(f"*.{name}", only(value, WORDS[name], why)) for name, (value, why) in HERE.items()),
+    *(Row(f"*.{name}", only(value, instead=WORDS[name], note=why)) for name, (value, why) in HERE.items()),
     *(refused(f"*.{name}", words) for name, words in WORDS.items()),
 )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from trireme.config.rows.prime_rl import (
     AUTUMN,
-    ENGINES,
     INFERENCE,
     NO_MATTER,
     RUN,
@@ -18,9 +16,9 @@ from trireme.config.rows.prime_rl import (
     of_sources,
 )
 from trireme.config.rows.rules import HARDWARE, on_gpus, only
-from trireme.config.rows.sources import set_count
+from trireme.config.rows.sources import ENGINES, set_count
 from trireme.config.sft import FAKE, FAKE_OF_ANY_LENGTH
-from trireme.config.translation import Refused, Row, Settings, refused, value_at
+from trireme.config.translation import Refused, Row, Settings, refused, spread, value_at
 
 
 def set_sources(name: str, table: dict[str, Any]) -> Settings:
@@ -63,7 +61,7 @@ def set_type(kind: str, table: dict[str, Any]) -> Settings | str:
 
 ENGINE = "one engine evaluates, on the GPU after those of the ranks; without one it shares the last"
 
-DATA = (
+DATA = spread(
     Row("data.path", "data"),
     Row("data.file", "data"),
     Row("data.name", set_sources),
@@ -76,9 +74,9 @@ DATA = (
     Row("data.num_workers", None, HARDWARE),
     Row("data.subsets", None, "in `data.name`"),
     Row("data.splits", None, "in `data.name`"),
-    Row("data.probabilities", only(None, "`[[source]]` has `repeat`, how often an epoch holds each.")),
-    Row("data.stopping_strategy", only("all_exhausted", "an epoch holds all. `[[source]]` has `repeat`.")),
-    Row("data.shuffle", only(True, "conversations come in a new order in each epoch. Remove it.")),
+    Row("data.probabilities", only(None, instead="`[[source]]` has `repeat`, how often an epoch holds each.")),
+    Row("data.stopping_strategy", only("all_exhausted", instead="an epoch holds all. `[[source]]` has `repeat`.")),
+    Row("data.shuffle", only(True, instead="conversations come in a new order in each epoch. Remove it.")),
     Row("data.seed", "seed"),
     Row("data.pack_function", None, "samples are packed into rows"),
     Row("data.loss_mask", set_roles),
@@ -105,23 +103,17 @@ DATA = (
 )  # fmt: skip
 
 
-def _at_the_top(row: Row) -> Row:
-    """Return a row of `[trainer]` for `sft`, which has its keys at the top."""
-    ours = row.ours.removeprefix("trainer.") if isinstance(row.ours, str) else row.ours
-    return replace(row, theirs=row.theirs.removeprefix("trainer."), ours=ours)
-
-
-_OF_RL = ("trainer.data", "trainer.loss", "trainer.dist_timeout_seconds", "trainer.max_concurrent_runs")
+_OF_RL = ("data", "loss", "dist_timeout_seconds", "max_concurrent_runs")
 _OF_BOTH = {"ckpt", "resume", "run", "clean", "dry_run", "bench", "log", "monitors", "prime_monitor", "wandb", "slurm"}
 _OF_BOTH |= {"deployment", "tokenizer"}
-PRIME_RL_SFT = (
-    *DATA,
-    *(_at_the_top(row) for row in TRAINER if not row.theirs.startswith(_OF_RL)),
-    *(_at_the_top(row) for row in RUN if row.theirs.partition(".")[0] in _OF_BOTH),
-    *INFERENCE,
+PRIME_RL_SFT = spread(
+    DATA,
+    (row for row in TRAINER if not row.theirs.startswith(_OF_RL)),
+    (row for row in RUN if row.theirs.partition(".")[0] in _OF_BOTH),
+    INFERENCE,
 )
 
-PRIME_RL_EVALS = (
+PRIME_RL_EVALS = spread(
     Row("eval.source", "env"),
     Row("model", lambda model, table: {"model" if isinstance(model, dict) else "model.name": model}),
     Row("client.base_url", lambda url, table: {"client.base_url": url[0] if isinstance(url, list) and url else url}),

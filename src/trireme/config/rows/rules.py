@@ -10,6 +10,7 @@ from typing import Any
 
 from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
+from trireme.config.files import toml_value
 from trireme.config.model.tokenizer import has_vocabulary, read_tokenizer
 from trireme.config.translation import Refused, Rule, Settings, value_at
 
@@ -56,31 +57,26 @@ def on_gpus(ours: str) -> Rule:
     return lambda value, table: {ours: value} if has_gpus() else NO_GPU
 
 
-def only(value: Any, otherwise: str, words: str = ALWAYS) -> Rule:
-    """Return a rule for a key that has one value here.
+def only(*values: Any, instead: str, note: str = ALWAYS) -> Rule:
+    """Return a rule for a key that has these values here.
 
     Args:
-        otherwise: what to do instead of another value.
-        words: why this value needs no key.
+        instead: why another value is refused, and what to do.
+        note: why these values need no key.
     """
 
     def rule(given: Any, table: dict[str, Any]) -> str:
-        if given == value or (value is None and is_off(given)):
-            return words
-        raise Refused(otherwise)
+        if given in values or (None in values and is_off(given)):
+            return note
+        first, last = ", ".join(map(toml_value, values[:-1])), toml_value(values[-1])
+        raise Refused(f"expected {f'{first} or ' if first else ''}{last}: {instead}")
 
     return rule
 
 
-def switch(ours: str, value: Any, off: Any = None) -> Rule:
+def switch(ours: str, value: Any) -> Rule:
     """Return a rule that gives our key a value if theirs is on, be it true or a table."""
-
-    def rule(given: Any, table: dict[str, Any]) -> Settings | str:
-        if not is_off(given):
-            return {ours: value}
-        return {ours: off} if off is not None else "off here too"
-
-    return rule
+    return lambda given, table: "off here too" if is_off(given) else {ours: value}
 
 
 # models and lengths
@@ -139,24 +135,9 @@ def set_recomputation(value: Any, table: dict[str, Any]) -> Settings:
     return {"trainer.model.ac": {key: each for key, each in value.items() if key != "targets"}}
 
 
-def set_experts(ep: Any, table: dict[str, Any]) -> Settings | str:
-    return "experts are sharded by FSDP over all ranks" if ep != 1 else {"trainer.model.ep": 1}
-
-
 def set_head_chunk(chunk: Any, table: dict[str, Any]) -> Settings | str:
     is_number = isinstance(chunk, int) and not isinstance(chunk, bool)
     return {"trainer.model.head_chunk": chunk} if is_number else "logits are always computed in chunks"
-
-
-def set_grouped(grouped: bool, table: dict[str, Any]) -> Settings:
-    return {"trainer.model.moe.implementation": "grouped_mm" if grouped else "eager"}
-
-
-def use_deep_gemm(wanted: bool, table: dict[str, Any]) -> Settings | str:
-    return {"inference.env_vars.VLLM_USE_DEEP_GEMM": "1"} if wanted else "off here too"
-
-
-# the optimizer
 
 
 def set_betas(value: Any, table: dict[str, Any]) -> Settings:
@@ -165,14 +146,6 @@ def set_betas(value: Any, table: dict[str, Any]) -> Settings:
     second = 0.95 if optim.get("type") == "muon" else 0.999
     first, last = (optim.get("betas1", optim.get("beta1", 0.9)), optim.get("betas2", optim.get("beta2", second)))
     return {"trainer.optim.betas": [first, last]}
-
-
-def set_momentum(value: float, table: dict[str, Any]) -> Settings:
-    return {"trainer.optim.betas": [value, 0.999]}
-
-
-def set_max_norm(value: Any, table: dict[str, Any]) -> Settings:
-    return {"trainer.optim.max_norm": "inf" if is_off(value) else value}
 
 
 def is_theirs(table: dict[str, Any]) -> bool:
@@ -207,9 +180,6 @@ def set_decay(steps: int, table: dict[str, Any]) -> Settings | str:
     return {"trainer.scheduler.decay_steps": steps} if steps else "the rate stays after the warm-up"
 
 
-# checkpoints
-
-
 def resume(value: Any, table: dict[str, Any]) -> Settings:
     """`[resume]`: from the newest checkpoint, that of a step, or one of another run's folder."""
     if not isinstance(value, dict):
@@ -237,21 +207,6 @@ def skip(value: Any, table: dict[str, Any]) -> Settings | str:
     return {"trainer.ckpt.resume_without": found} if found else "off here too"
 
 
-# logs and monitors
-
-
-def set_mode(offline: Any, table: dict[str, Any]) -> Settings | str:
-    return {"wandb.mode": "offline"} if offline is True else "W&B is online unless `wandb.mode` says otherwise"
-
-
-def set_level(level: str, table: dict[str, Any]) -> Settings:
-    return {"log_level": {"trace": "debug", "warn": "warning", "critical": "error"}.get(level.lower(), level.lower())}
-
-
-def name_run(name: Any, table: dict[str, Any]) -> Settings | str:
-    return "`run.dir` names the folder" if value_at(table, ("run", "dir")) else {"name": name}
-
-
 # the machines
 
 
@@ -259,15 +214,6 @@ def set_transport(kind: str, table: dict[str, Any]) -> Settings | str:
     if kind == "nixl" or (kind == "nccl" and not has_gpus()):
         return f"{NO_GPU if kind == 'nccl' else 'there is no NIXL here'}: weights travel as `auto` says"
     return {"weight_broadcast.type": kind}
-
-
-def set_deployment(kind: str, table: dict[str, Any]) -> str:
-    if kind == "single_node":
-        return "one machine, as without `[hosts]`"
-    return (
-        "this command starts everything on one machine; `trireme submit FILE --on slurm --nodes N` asks for several, "
-        "and `[hosts]` names them"
-    )
 
 
 # conversations
@@ -328,10 +274,9 @@ KEEPS_THINKING = {
 
 
 def set_parser(kind: str) -> Rule:
-    def rule(name: Any, table: dict[str, Any]) -> Settings | str:
-        return AUTO_PARSER[kind] if name == "auto" else {f"inference.model.{kind}": None if is_off(name) else name}
-
-    return rule
+    """Return a rule for `tool_call_parser` or `reasoning_parser`."""
+    ours = f"inference.model.{kind}"
+    return lambda name, table: AUTO_PARSER[kind] if name == "auto" else {ours: None if is_off(name) else name}
 
 
 AUTO_PARSER = {
@@ -339,10 +284,8 @@ AUTO_PARSER = {
     "reasoning_parser": "thinking is content unless a parser is named",
 }
 
-
-def set_buffer(kind: str, table: dict[str, Any]) -> Settings | str:
-    if kind == "online-difficulty":
-        return {"orchestrator.buffer.online_difficulty_filtering": True}
-    if kind == "difficulty-pool":
-        return {"orchestrator.buffer.pools": {}}
-    return "every example comes equally often"
+LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
+BUFFERS: dict[str, Settings] = {
+    "online-difficulty": {"orchestrator.buffer.online_difficulty_filtering": True},
+    "difficulty-pool": {"orchestrator.buffer.pools": {}},
+}

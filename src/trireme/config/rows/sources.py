@@ -7,29 +7,22 @@ from typing import Any
 from trireme.config.rows.rules import is_off, value_of
 from trireme.config.translation import Refused, Rule, Settings, value_at
 
-ENV = "orchestrator.env[]"
-
+ENGINES = (
+    "`rl` starts its engines itself. Engines on other machines are named by `hosts.inference`, and "
+    "`inference.server.port` is where they listen."
+)
 PLAYS = "an environment without a program plays itself"
+IN_PROCESS = "programs run as subprocesses unless another runtime is named"
 
 
 def set_harness(env: str, agent: str = "*") -> Rule:
     """Return a rule for the program that plays one of the agents."""
-
-    def rule(harness: str, table: dict[str, Any]) -> Settings | str:
-        return PLAYS if is_off(harness) else {f"{env}.args.{agent}.harness.id": harness}
-
-    return rule
+    return lambda harness, table: PLAYS if is_off(harness) else {f"{env}.args.{agent}.harness.id": harness}
 
 
 def set_runtime(env: str, agent: str = "*") -> Rule:
     """Return a rule for the place in which such a program runs."""
-
-    def rule(kind: str, table: dict[str, Any]) -> Settings | str:
-        if kind == "subprocess":
-            return "programs run as subprocesses unless another runtime is named"
-        return {f"{env}.args.{agent}.runtime.type": kind}
-
-    return rule
+    return lambda kind, table: IN_PROCESS if kind == "subprocess" else {f"{env}.args.{agent}.runtime.type": kind}
 
 
 # algorithms
@@ -127,10 +120,7 @@ def refuse_engines(address: Any, table: dict[str, Any]) -> str:
     addresses = address if isinstance(address, list) else [address]
     if all("://localhost" in str(each) or "://127.0.0.1" in str(each) for each in addresses):
         return "`rl` starts its engines itself, and knows where they are"
-    raise Refused(
-        "`rl` starts its engines itself. Engines on other machines are named by `hosts.inference`, and "
-        "`inference.server.port` is where they listen."
-    )
+    raise Refused(ENGINES)
 
 
 # filters and curricula
@@ -160,11 +150,8 @@ def set_filters(*, before_batch: bool) -> Rule:
 
 def set_pool(pool: str) -> Rule:
     """Return a rule for a threshold of v0.2 to v0.5, whose easy and hard examples never come again."""
-
-    def rule(threshold: float, table: dict[str, Any]) -> Settings:
-        return {f"orchestrator.buffer.pools.{pool}_threshold": threshold, f"orchestrator.buffer.pools.{pool}_weight": 0}
-
-    return rule
+    pools = "orchestrator.buffer.pools"
+    return lambda threshold, table: {f"{pools}.{pool}_threshold": threshold, f"{pools}.{pool}_weight": 0}
 
 
 def set_fraction(pool: str) -> Rule:
@@ -177,10 +164,6 @@ def set_fraction(pool: str) -> Rule:
         return {f"orchestrator.buffer.pools.{pool}_weight": 0}
 
     return rule
-
-
-def set_shares(ratios: list[float], table: dict[str, Any]) -> Settings:
-    return {f"orchestrator.env.{number}.weight": ratio for number, ratio in enumerate(ratios)}
 
 
 def set_curriculum(above: str) -> Rule:
@@ -265,7 +248,3 @@ def set_eval_rollouts(above: str) -> Rule:
         return {f"{above}.rollouts_per_example": count} | temperature
 
     return rule
-
-
-def set_workers(env: str) -> Rule:
-    return lambda count, table: "1 unless given" if count == "auto" else {f"{env}.num_workers": count}

@@ -140,7 +140,7 @@ def submit_run(words: list[str], options: SubmitOptions) -> None:
             find_environment(environment.id)
     # files of secrets are also looked for next to the run's file
     here = Path(typed.file).parent
-    named = [Path(file) for file in typed.translation.env_files]
+    named = typed.env_files
     env_files = [here / file if not file.exists() and (here / file).exists() else file for file in named]
     # the processes of a run authenticate each other by a token of this submission
     variables = read_env_files([*env_files, *options.env_file]) | {TOKEN: secrets.token_urlsafe(32)}
@@ -187,7 +187,7 @@ def _job(typed: TypedRun, plan: ClusterPlan, options: SubmitOptions, on: Schedul
             )
     # a requeued job finds its own marks by this name, and names sort by time
     identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    table = typed.translation.table | {"output_dir": str(output_dir), "device": "cuda" if plan.gpus_per_node else "cpu"}
+    table = typed.table | {"output_dir": str(output_dir), "device": "cuda" if plan.gpus_per_node else "cpu"}
     # with several machines, `plan_nodes` has placed the processes: each takes whole machines
     if not plan.is_single:
         table = {key: value for key, value in table.items() if key not in _SPLIT}

@@ -19,12 +19,11 @@ from trireme.config.load import read_as
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig
 from trireme.config.sft import SftConfig
-from trireme.config.translation import Line, Translated, their_keys_named, translate
+from trireme.config.translation import DEFAULT, Line, Translated, their_keys_named, translate_over
 from trireme.tools.formats.row_rules import Table
 from trireme.tools.formats.script_reader import Script, number_of_examples, read_script
-from trireme.tools.formats.trl import TRL_GRPO, TRL_SFT, VERSION, with_defaults
+from trireme.tools.formats.trl import TRL_GRPO, TRL_SFT, VERSION, defaults_of
 from trireme.tools.formats.yaml_file import load
-from trireme.tools.formats.yaml_run import DEFAULT, mark_defaults
 
 ONLY_THERE = ("completion_ids", "trainer_state", "environments")
 """Arguments that TRL gives reward functions, and that no rollout has here."""
@@ -120,10 +119,8 @@ def translate_script(script: Script) -> tuple[Translated, list[str]]:
         script.slice.add(script.parameters.get("train_dataset"))
     if (examples := number_of_examples(script)) is not None:
         table = {"num_examples": examples} | table
-    whole = with_defaults(table, script.kind)
-
-    made = translate(whole, TRL_GRPO if script.kind == "grpo" else TRL_SFT, where=script.where)
-    made.lines = mark_defaults(made.lines, table, made.unknown, f"TRL {VERSION}")
+    rows, defaults = TRL_GRPO if script.kind == "grpo" else TRL_SFT, defaults_of(table, script.kind)
+    made = translate_over(defaults, table, rows, where=script.where, system=f"TRL {VERSION}")
     problems = [f"{script.where}, {each}" for each in script.unread]
     return made, [*problems, *made.problems, *_problems(script, made)]
 

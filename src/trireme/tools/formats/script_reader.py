@@ -6,7 +6,7 @@ import ast
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trireme.base.errors import ConfigError
 from trireme.tools.formats.row_rules import Table
@@ -104,8 +104,7 @@ def read_script(path: Path, words: list[str], given: Table) -> Script:
     frozen = reader.frozen | dict.fromkeys(reader.config_names, table)
     script = Script(program, kind, table, given, unread, parameters, Slice(program, call, frozen))
     for name, value in parameters.items():
-        is_none = isinstance(value, ast.Constant) and value.value is None
-        if name in INSTEAD and not is_none and "get_quantization_config" not in ast.unparse(value):
+        if name in INSTEAD and not is_none(value) and "get_quantization_config" not in ast.unparse(value):
             unread.append(f"line {value.lineno}: `{name}` is not supported - expected {INSTEAD[name]}. Remove it.")
         elif name in HARMLESS:
             script.notes.append(f"line {value.lineno}: `{name}` is left out")
@@ -157,83 +156,75 @@ class Reader:
                 self.unread.append(f"line {getattr(node, 'lineno', '?')}: {whole}:{inner} {error.why}, {advice}")
             return {}
 
+    def keywords(self, call: ast.Call) -> Table:
+        """Return the keyword arguments of a call, with those of `**`."""
+        table: Table = {}
+        for each in call.keywords:
+            read = self.read(each.arg or "**", each.value)
+            table |= read if each.arg else dict(read.get("**", {}))
+        return table
+
     def configuration(self, node: ast.expr | None) -> Table:
         """Return the keys of `GRPOConfig(...)`, however it was made."""
         if node is None:
             return {}
         made: ast.AST = node
-        names: set[str] = set()
         try:
             while isinstance(made, ast.Name):
-                names.add(made.id)
+                self.config_names.add(made.id)
                 made = self.program.binding(made)
+            if is_call(made, "Config", "Arguments"):
+                table = (self.read("output_dir", made.args[0]) if made.args else {}) | self.keywords(made)
+            else:
+                parsed = self.program.value(made)
+                table = dict(parsed.values) if isinstance(parsed, Parsed) else {}
         except Unreadable as error:
             self.unread.append(str(error))
             return {}
-        self.config_names = names
-
-        if isinstance(made, ast.Call) and name_of(made.func).endswith(("Config", "Arguments")):
-            table = self.read("output_dir", made.args[0]) if made.args else {}
-            for each in made.keywords:
-                table |= self.read(each.arg, each.value) if each.arg else self._spread(each.value)
-        else:
-            try:
-                parsed = self.program.value(made)
-            except Unreadable as error:
-                self.unread.append(str(error))
-                return {}
-            table = dict(parsed.values) if isinstance(parsed, Parsed) else {}
 
         # `config.beta = 0.1` behind it; inside of an `if`, it is known only when the script runs.
         for statement in [*self.program.module, *self.program.function]:
             for inner in [] if isinstance(statement, DEFINITIONS) else ast.walk(statement):
                 match inner:
-                    case ast.Attribute(value=ast.Name(id=name), attr=key, ctx=ast.Store()) if name in names:
-                        is_plain = isinstance(statement, ast.Assign) and statement.targets == [inner]
-                        if isinstance(statement, ast.Assign) and is_plain:
+                    case ast.Attribute(value=ast.Name(id=name), attr=key, ctx=ast.Store()) if name in self.config_names:
+                        if isinstance(statement, ast.Assign) and statement.targets == [inner]:
                             table |= self.read(key, statement.value)
                         elif key not in self.given and key not in HARMLESS_KEYS:
                             where = f"line {inner.lineno}: `{name}.{key}` is set inside of another statement"
                             self.unread.append(f"{where}; set it once, or give `--set {key}=VALUE`")
         return table
 
-    def _spread(self, node: ast.expr) -> Table:
-        return dict(self.read("**", node).get("**", {}))
-
     def model(self, node: ast.expr | None) -> Table:
         """Return the model's name, and the arguments of `from_pretrained`."""
         made = self.resolved(node)
-        if isinstance(made, ast.Call) and name_of(made.func).endswith("from_pretrained") and made.args:
-            kwargs: Table = {}
-            for each in made.keywords:
-                kwargs |= self.read(each.arg, each.value) if each.arg else self._spread(each.value)
+        if is_call(made, "from_pretrained") and made.args:
+            kwargs = self.keywords(made)
             return self.read("model_name_or_path", made.args[0]) | ({"model_init_kwargs": kwargs} if kwargs else {})
         return self.read("model_name_or_path", node) if node is not None else {}
 
     def tokenizer(self, node: ast.expr | None) -> Table:
         made = self.resolved(node)
-        if isinstance(made, ast.Call) and name_of(made.func).endswith("from_pretrained") and made.args:
-            return {"processing_class": self.read("processing_class", made.args[0]).get("processing_class")}
+        if is_call(made, "from_pretrained") and made.args:
+            return self.read("processing_class", made.args[0])
         return {} if node is None or made is None else self.read("processing_class", node)
 
     def adapters(self, node: ast.expr | None) -> Table:
         made = self.resolved(node)
-        if isinstance(made, ast.Call) and name_of(made.func).endswith("LoraConfig"):
+        if is_call(made, "LoraConfig"):
             table: Table = {"use_peft": True} | PEFT_DEFAULTS
             for each in made.keywords:
-                if each.arg and each.arg in ADAPTERS:
+                if each.arg in ADAPTERS:
                     table |= self.read(ADAPTERS[each.arg], each.value)
                 elif each.arg not in ("bias", "inference_mode"):
                     self.unread.append(
                         f"line {each.value.lineno}: `{each.arg}` of LoraConfig is not supported. Remove it."
                     )
             return table
-        is_of_parser = isinstance(made, ast.Call) and name_of(made.func).endswith("get_peft_config")
-        if node is not None and not is_of_parser and not (isinstance(made, ast.Constant) and made.value is None):
-            self.unread.append(f"line {node.lineno}: peft_config - expected `LoraConfig(...)`. Write it so.")
-        if is_of_parser:
+        if is_call(made, "get_peft_config"):
             typed = next((values for values in self.frozen.values() if "use_peft" in values), {})
             return {key: value for key, value in typed.items() if key.startswith(("lora_", "use_"))}
+        if node is not None and not is_none(made):
+            self.unread.append(f"line {node.lineno}: peft_config - expected `LoraConfig(...)`. Write it so.")
         return {}
 
     def resolved(self, node: ast.AST | None) -> ast.AST | None:
@@ -246,10 +237,18 @@ class Reader:
         return node
 
 
+def is_call(node: ast.AST | None, *endings: str) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and name_of(node.func).endswith(endings)
+
+
+def is_none(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
 def number_of_examples(script: Script) -> int | None:
     """Return the rows of a data set that is written in the script; None for another."""
     node = Reader(script.program, {}, []).resolved(script.parameters.get("train_dataset"))
-    if not (isinstance(node, ast.Call) and name_of(node.func).endswith((".from_list", ".from_dict")) and node.args):
+    if not is_call(node, ".from_list", ".from_dict") or not node.args:
         return None
     try:
         rows = script.program.value(node.args[0])

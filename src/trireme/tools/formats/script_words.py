@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from trireme.base.errors import ConfigError
+from trireme.config.arguments import TypedFlag, parse_arguments
 from trireme.tools.formats.yaml_file import load, read_yaml
 
 SCRIPT_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -70,15 +70,10 @@ class _Parser(argparse.ArgumentParser):
 def read_typed(words: list[str]) -> dict[str, Any]:
     """Return `--key value --flag --config FILE` as a table, as TRL's parser reads it."""
     table: dict[str, Any] = {}
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        if not (match := re.fullmatch(r"--([\w-]+)(?:=(.*))?", word, re.DOTALL)):
-            raise ConfigError(f"`{word}` is no argument of a script - expected `--key value`. Correct it.")
-        values = [match[2]] if match[2] is not None else []
-        while left and match[2] is None and not left[0].startswith("--"):
-            values.append(left.pop(0))
-        read = [load(value.strip(",")) for value in values]
-        table[match[1].replace("-", "_")] = True if not read else read[0] if len(read) == 1 else read
+    for typed in parse_arguments(words):
+        if not isinstance(typed, TypedFlag):
+            raise ConfigError(f"`{typed.name}` is no argument of a script - expected `--key value`. Correct it.")
+        read = [load(value.strip(",")) for value in typed.values]
+        table[".".join(typed.path)] = True if not read else read[0] if len(read) == 1 else read
     config = table.pop("config", None)
     return (read_yaml(Path(str(config))) if config else {}) | table

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import PurePath
 from typing import Any
 
 from trireme.config.section import NONE
 from trireme.config.translation import Made, Refused, Rule, Settings
-from trireme.tools.formats.row_rules import (
-    Table,
-    as_sample_deviation,
-    trust,
-)
+from trireme.tools.formats.row_rules import Table, as_sample_deviation, choose, lora, sampling_of, trust
 
 ROOM = 1024  # tokens for a prompt, which TRL does not limit
-TOKEN_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo")
-
+NEWEST = "a model is its newest. Download that one, and give its folder."
 
 # Batches and steps.
 
@@ -40,10 +34,8 @@ def batch_size(table: Table) -> int:
         return update
 
     # The groups of a generation are split among several steps, which a batch of whole groups cannot be.
-    steps, processes = table.get("steps_per_generation"), table.get("num_processes", 1)
-    generated = table.get("generation_batch_size") or (
-        table["per_device_train_batch_size"] * processes * (steps or table["gradient_accumulation_steps"])
-    )
+    steps = table.get("steps_per_generation") or table["gradient_accumulation_steps"]
+    generated = table.get("generation_batch_size") or update // table["gradient_accumulation_steps"] * steps
     if generated % group:
         raise Refused(
             f"{generated} completions per generation with num_generations = {group}, which TRL refuses too. Make "
@@ -63,23 +55,11 @@ def max_steps(table: Table) -> int | None:
     """Return TRL's optimizer steps; None if they depend on how many examples there are, which is not known."""
     if table["max_steps"] > 0:
         return int(table["max_steps"])
-    examples = table.get("num_examples")
-    if examples is None:
+    if (examples := table.get("num_examples")) is None:
         return None
-    batches = (
-        examples
-        * table.get("num_generations", 1)
-        // (batch_size(table) if "num_generations" in table else completions_per_update(table))
-    )
+    of_batch = batch_size(table) if "num_generations" in table else completions_per_update(table)
+    batches = examples * table.get("num_generations", 1) // of_batch
     return max(1, math.ceil(batches * updates_per_batch(table) * table["num_train_epochs"]))
-
-
-def set_batch(value: Any, table: Table) -> Settings | str:
-    return {"orchestrator.batch_size": batch_size(table)}
-
-
-def set_sft_batch(value: Any, table: Table) -> Settings | str:
-    return {"batch_size": completions_per_update(table)}
 
 
 def set_steps(value: Any, table: Table) -> Settings | str:
@@ -92,11 +72,9 @@ def set_steps(value: Any, table: Table) -> Settings | str:
 
 
 def set_epochs(value: Any, table: Table) -> Settings | str:
-    return "max_steps decides" if table["max_steps"] > 0 else set_steps(value, table)
-
-
-def set_sft_epochs(value: Any, table: Table) -> Settings | str:
-    return "max_steps decides" if table["max_steps"] > 0 else {"num_epochs": float(value)}
+    if table["max_steps"] > 0:
+        return "max_steps decides"
+    return set_steps(value, table) if "num_generations" in table else {"num_epochs": float(value)}
 
 
 def every(ours: str, switch: str = "") -> Rule:
@@ -115,7 +93,7 @@ def every(ours: str, switch: str = "") -> Rule:
     return rule
 
 
-# The optimizer.
+# The optimizer and the loss.
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "adamw"),
@@ -126,50 +104,35 @@ SCHEDULES = {
     **{"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"},
     **{"cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"},
 }
+TOKEN_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo")
+LOSSES = {name: name for name in (*TOKEN_LOSSES, "cispo", "sapo", "vespo", "luspo")} | {"bnpo": "ppo"}
+ADVANTAGES = {"group": "group_mean_std", True: "group_mean_std", "none": "group_mean", False: "group_mean"}
+ADVANTAGES |= {"batch": "group_batch"}
 
 
-def choose(ours: str, names: dict[Any, Any], advice: str) -> Rule:
-    """Return a rule that takes these values, each with ours for it."""
-
-    def rule(value: Any, table: Table) -> Settings | str:
-        plain = value.rpartition(".")[2].lower() if isinstance(value, str) else value
-        if plain not in names:
-            raise Refused(f"expected one of {', '.join(map(str, names))}. {advice}")
-        return {ours: names[plain]}
-
-    return rule
+def set_scale(value: Any, table: Table) -> Settings | str:
+    made = choose("orchestrator.advantage.type", ADVANTAGES)(value, table)
+    assert isinstance(made, dict), made
+    return made | as_sample_deviation(made["orchestrator.advantage.type"], table["num_generations"])
 
 
-def set_schedule_kwargs(value: Any, table: Table) -> Settings | str:
-    if not value:
-        return {}
-    found = {
-        "min_lr": value.get("min_lr", table["learning_rate"] * value.get("min_lr_rate", 0)),
-        **({"decay_steps": value["num_decay_steps"]} if "num_decay_steps" in value else {}),
-    }
+def set_schedule_kwargs(value: Any, table: Table) -> Settings:
+    value = value or {}
     if unknown := sorted(value.keys() - {"min_lr", "min_lr_rate", "num_decay_steps", "num_stable_steps"}):
         raise Refused(f"`{unknown[0]}` has no counterpart in `[trainer.scheduler]`. Remove it.")
+    least = value.get("min_lr", table["learning_rate"] * value.get("min_lr_rate", 0))
+    found = {"min_lr": least, "decay_steps": value.get("num_decay_steps")}
     return {f"trainer.scheduler.{key}": each for key, each in found.items() if each}
 
 
-def set_betas(value: Any, table: Table) -> Settings | str:
-    return {"trainer.optim.betas": [table["adam_beta1"], table["adam_beta2"]]}
-
-
-# The loss.
-
-
-def set_loss(value: str, table: Table) -> Settings | str:
-    names = {"grpo": "grpo", "dapo": "dapo", "bnpo": "ppo", "dr_grpo": "dr_grpo", "cispo": "cispo"}
-    names |= {"sapo": "sapo", "vespo": "vespo", "luspo": "luspo"}
-    if value not in names:
-        raise Refused(f"expected one of {', '.join(names)}. See docs/algorithms.md for the losses that there are.")
-    made: Settings = {"trainer.loss.type": names[value]}
-    if value == "dr_grpo":
-        made["trainer.loss.normalize_length"] = table["max_completion_length"]
-    if value == "sapo":
-        made["trainer.loss.normalize"] = "sequence"
-    return made
+def set_loss(value: str, table: Table) -> Settings:
+    if value not in LOSSES:
+        raise Refused(f"expected one of {', '.join(LOSSES)}. See docs/algorithms.md for the losses that there are.")
+    more: dict[str, Settings] = {
+        "dr_grpo": {"trainer.loss.normalize_length": table["max_completion_length"]},
+        "sapo": {"trainer.loss.normalize": "sequence"},
+    }
+    return {"trainer.loss.type": LOSSES[value]} | more.get(value, {})
 
 
 def set_level(value: str, table: Table) -> Settings | str:
@@ -183,8 +146,8 @@ def set_level(value: str, table: Table) -> Settings | str:
     return {"trainer.loss.surrogate": "sequence_clip"}
 
 
-def set_clip(value: float, table: Table) -> Settings | str:
-    kind, high = table["loss_type"], table.get("epsilon_high")
+def set_clip(value: Any, table: Table) -> Settings | str:
+    kind, low, high = table["loss_type"], table["epsilon"], table.get("epsilon_high")
     if kind == "cispo":
         if high is None:
             raise Refused(
@@ -194,11 +157,7 @@ def set_clip(value: float, table: Table) -> Settings | str:
         return {"trainer.loss.clip_low": 1.0, "trainer.loss.clip_high": high - 1}
     if kind in ("sapo", "vespo"):
         return f"{kind} does not clip"
-    return {"trainer.loss.clip_low": value, "trainer.loss.clip_high": value if high is None else high}
-
-
-def if_loss(kind: str, ours: str) -> Rule:
-    return lambda value, table: {ours: value} if table["loss_type"] == kind else f"only with loss_type = {kind}"
+    return {"trainer.loss.clip_low": low, "trainer.loss.clip_high": low if high is None else high}
 
 
 def set_correction(value: bool, table: Table) -> Settings | str:
@@ -218,13 +177,9 @@ def set_correction(value: bool, table: Table) -> Settings | str:
     return recomputed | bounds | ({"trainer.loss.correction_low": low or 0.0} if mode.endswith("_mask") else {})
 
 
-def set_beta(value: float, table: Table) -> Settings | str:
-    if not value:
-        return {"trainer.loss.beta": 0.0}
-    return {
-        "trainer.loss.beta": value,
-        "trainer.loss.kl_estimator": "k2" if table.get("use_bias_correction_kl", True) else "k3",
-    }
+def set_beta(value: float, table: Table) -> Settings:
+    estimator = "k2" if table.get("use_bias_correction_kl", True) else "k3"
+    return {"trainer.loss.beta": value or 0.0} | ({"trainer.loss.kl_estimator": estimator} if value else {})
 
 
 def set_sync(value: bool, table: Table) -> Made:
@@ -235,52 +190,24 @@ def set_sync(value: bool, table: Table) -> Made:
     return every("trainer.loss.reference_update_every")(table.get("ref_model_sync_steps", 512), table)
 
 
-ADVANTAGES = {"group": "group_mean_std", True: "group_mean_std", "none": "group_mean", False: "group_mean"}
-ADVANTAGES |= {"batch": "group_batch"}
-
-
-def set_scale(value: Any, table: Table) -> Settings | str:
-    made = choose("orchestrator.advantage.type", ADVANTAGES, "")(value, table)
-    assert isinstance(made, dict), made
-    return made | as_sample_deviation(made["orchestrator.advantage.type"], table["num_generations"])
-
-
-# Sampling, evaluation and the run itself.
-
-
-def sampling(key: str, off: Any = None) -> Rule:
-    """Return a rule for a key of training and, if the run evaluates, of evaluation: TRL samples alike in both.
-
-    Args:
-        off: the value by which TRL switches it off.
-    """
-
-    def rule(value: Any, table: Table) -> Settings | str:
-        if value is None or value == off:
-            return {}
-        tables = ["orchestrator.sampling", *(["orchestrator.eval.sampling"] if evaluates(table) else [])]
-        return {f"{each}.{key}": value for each in tables}
-
-    return rule
-
+# Sampling, evaluation and the model.
 
 OF_SAMPLING = ("min_tokens", "stop", "presence_penalty", "frequency_penalty")
 
 
-def set_generation(value: Any, table: Table) -> Settings | str:
+def set_generation(value: Any, table: Table) -> Settings:
     given = dict(value or {})
     own = {name: given.pop(name) for name in OF_SAMPLING if name in given}
-    made = own | ({"extra_body": given} if given else {})
-    return {f"orchestrator.sampling.{name}": each for name, each in made.items()}
+    return {f"orchestrator.sampling.{name}": each for name, each in own.items()} | (
+        {"orchestrator.sampling.extra_body": given} if given else {}
+    )
 
 
 def set_length(value: Any, table: Table) -> Settings | str:
     if value is None:
         return "a turn may fill the context"
-    room = table.get("max_prompt_length") or ROOM
-    made = sampling("max_tokens")(value, table)
-    assert isinstance(made, dict), made
-    return made | ({} if table.get("vllm_max_model_length") else {"seq_len": value + room})
+    room = {} if table.get("vllm_max_model_length") else {"seq_len": value + (table.get("max_prompt_length") or ROOM)}
+    return sampling_of("max_tokens", value, table, evaluates) | room
 
 
 def evaluates(table: Table) -> bool:
@@ -290,53 +217,33 @@ def evaluates(table: Table) -> bool:
 def set_evaluation(value: str, table: Table) -> Settings | str:
     if value == "no":
         return "no evaluation"
-    rollouts = table.get("num_generations_eval") or table["num_generations"]
     interval = table.get("eval_steps") or table["logging_steps"]
     if value == "epoch":
-        if (examples := table.get("num_examples")) is None:
+        if table.get("num_examples") is None:
             raise Refused("steps of an epoch depend on the data. Give --num-examples, or `eval_strategy = steps`.")
-        interval = max_steps(table | {"max_steps": -1, "num_train_epochs": 1, "num_examples": examples})
-    made = every("orchestrator.eval.interval")(interval, table)
-    assert isinstance(made, dict), made
-    return made | {
-        "orchestrator.eval.rollouts_per_example": rollouts,
+        interval = max_steps(table | {"max_steps": -1, "num_train_epochs": 1})
+    return {
+        "orchestrator.eval.interval": max(1, round(interval / updates_per_batch(table))),
+        "orchestrator.eval.rollouts_per_example": table.get("num_generations_eval") or table["num_generations"],
         "orchestrator.eval.num_examples": NONE,
         "orchestrator.eval.eval_base": bool(table.get("eval_on_start", False)),
     }
 
 
-def set_save(value: str, table: Table) -> Settings | str:
-    return "the last step is always saved" if value == "no" else {}
-
-
-def set_name(value: str, table: Table) -> Settings | str:
-    folder = PurePath(value)
-    return {"name": folder.name, "output_dir": str(folder.parent)}
-
-
-def set_report(value: Any, table: Table) -> Settings | str:
-    wanted = [value] if isinstance(value, str) else list(value or [])
-    if "wandb" not in wanted:
-        return "metrics are in the run's folder, and on its dashboard"
-    return {"wandb.project": table.get("project") or "huggingface", "wandb.name": table.get("run_name") or NONE}
-
-
-def set_model(value: str | None, table: Table) -> Settings | str:
+def set_model(value: str | None, table: Table) -> Settings:
     if value is None:
         raise Refused("the script takes it from its command line. Give it there: `-- --model_name_or_path NAME`.")
     return {"model.name": value}
 
 
-def set_model_kwargs(value: Any, table: Table) -> Settings | str:
+def set_model_kwargs(value: Any, table: Table) -> Settings:
+    kwargs = {name: each for name, each in (value or {}).items() if each is not None}
     known = {"dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "device_map", "use_cache", "revision"}
     if unknown := sorted((value or {}).keys() - known):
         raise Refused(f"`{unknown[0]}` cannot be handed to the model here. Remove it.")
-    if (revision := (value or {}).get("revision")) not in (None, "main"):
-        raise Refused(f"revision {revision!r}: a model is its newest. Download that one, and give its folder.")
-    kwargs = {name: each for name, each in (value or {}).items() if each is not None}
-    made: Settings = {}
-    if name := kwargs.get("attn_implementation"):
-        made |= set_attention(name, table)
+    if (revision := kwargs.get("revision", "main")) != "main":
+        raise Refused(f"revision {revision!r}: {NEWEST}")
+    made = set_attention(kwargs.get("attn_implementation"), table)
     if kwargs.get("trust_remote_code"):
         made |= trust(True, table)
     if "bfloat16" in str(kwargs.get("dtype", kwargs.get("torch_dtype"))):
@@ -345,29 +252,15 @@ def set_model_kwargs(value: Any, table: Table) -> Settings | str:
 
 
 def set_attention(value: str | None, table: Table) -> Settings:
-    if value is None:
+    if not value:
         return {}
-    plain = re.sub(r"flash-attn(\d)", r"flash_attention_\1", value.rpartition("/")[2])
-    return {"trainer.model.attn": plain}
+    return {"trainer.model.attn": re.sub(r"flash-attn(\d)", r"flash_attention_\1", value.rpartition("/")[2])}
 
 
-def set_dtype(value: Any, table: Table) -> Settings | str:
-    if "bfloat16" in str(value):
-        return {"trainer.model.optimization_dtype": "bfloat16"}
-    return "parameters are always float32 here"
+def set_dtype(value: Any, table: Table) -> Made:
+    is_half = "bfloat16" in str(value)
+    return {"trainer.model.optimization_dtype": "bfloat16"} if is_half else "parameters are always float32 here"
 
 
 def set_targets(value: Any, table: Table) -> Made:
-    return lora("target_modules")(["q_proj", "v_proj"] if value is None else value, table)
-
-
-def lora(key: str) -> Rule:
-    def rule(value: Any, table: Table) -> Settings | str:
-        if not table.get("use_peft"):
-            return "use_peft = false"
-        if value is None:
-            return {}
-        listed = [value] if isinstance(value, str) and key in ("target_modules", "modules_to_save") else value
-        return {f"trainer.model.lora.{key}": listed}
-
-    return rule
+    return lora("target_modules", "use_peft")(["q_proj", "v_proj"] if value is None else value, table)

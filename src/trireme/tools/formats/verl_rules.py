@@ -6,23 +6,18 @@ mini-batches with a step of the optimizer for each.
 
 from __future__ import annotations
 
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from trireme.config.rows.rules import NO_GPU, has_gpus
 from trireme.config.section import NONE
-from trireme.config.translation import Refused, Rule, Settings, value_at
-from trireme.tools.formats.row_rules import (
-    Table,
-    as_sample_deviation,
-)
+from trireme.config.translation import Refused, Rule, Settings
+from trireme.tools.formats.row_rules import Table, as_sample_deviation, of, set_folder, set_wandb, split_gpus
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-
-
-def of(table: Table, key: str, default: Any = None) -> Any:
-    """Return the value of a dotted key of theirs."""
-    return value_at(table, tuple(key.split(".")), default)
+MODE = f"{ACTOR}.policy_loss.loss_mode"
+RANKS = (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank")
+NO_RAY = "there is no Ray"
 
 
 # Batches and steps.
@@ -133,7 +128,7 @@ def set_loss(value: str, table: Table) -> Settings | str:
 
 
 def set_normalize(value: str, table: Table) -> Settings | str:
-    if of(table, f"{ACTOR}.policy_loss.loss_mode") in ("sapo", "geo_mean"):  # verl normalizes these by sample
+    if of(table, MODE) in ("sapo", "geo_mean"):  # verl normalizes these by sample
         return {"trainer.loss.normalize": "sequence"}
     if value not in NORMALISATIONS:
         raise Refused(f"expected one of {', '.join(NORMALISATIONS)}. Take the nearest.")
@@ -145,7 +140,7 @@ def set_normalize(value: str, table: Table) -> Settings | str:
 
 
 def set_clip(value: Any, table: Table) -> Settings | str:
-    mode, both = of(table, f"{ACTOR}.policy_loss.loss_mode"), of(table, f"{ACTOR}.clip_ratio")
+    mode, both = of(table, MODE), of(table, f"{ACTOR}.clip_ratio")
     low, high = (of(table, f"{ACTOR}.clip_ratio_{side}", both) for side in ("low", "high"))
     bounds = ("mask_low", "mask_high") if mode in ("dppo_tv", "dppo_kl") else ("clip_low", "clip_high")
     if mode in ("gpg", "sapo", "kl_cov"):
@@ -154,24 +149,10 @@ def set_clip(value: Any, table: Table) -> Settings | str:
 
 
 def set_dual_clip(value: float, table: Table) -> Settings | str:
-    mode = of(table, f"{ACTOR}.policy_loss.loss_mode")
+    mode = of(table, MODE)
     if mode == "vanilla":
         return {"trainer.loss.dual_clip": value}
     return {"trainer.loss.max_importance_ratio": value} if mode.startswith("dppo") else f"not with {mode}"
-
-
-def if_mode(ours: dict[str, str]) -> Rule:
-    """Return a rule for a key of some losses.
-
-    Args:
-        ours: our key for each `loss_mode` that reads it.
-    """
-
-    def rule(value: Any, table: Table) -> Settings | str:
-        mode = of(table, f"{ACTOR}.policy_loss.loss_mode")
-        return {ours[mode]: value} if mode in ours else f"only with loss_mode = {' or '.join(ours)}"
-
-    return rule
 
 
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -186,6 +167,10 @@ def set_kl(value: bool, table: Table) -> Settings | str:
     estimator = "k2" if kind.endswith("+") else ESTIMATORS[kind]
     weight = of(table, f"{ACTOR}.kl_loss_coef", 0.001)
     return {"trainer.loss.beta": weight, **({"trainer.loss.kl_estimator": estimator} if weight else {})}
+
+
+def set_min_lr(value: float, table: Table) -> Settings:
+    return {"trainer.scheduler.min_lr": value * of(table, f"{ACTOR}.optim.lr")} if value else {}
 
 
 def set_correction(value: Any, table: Table) -> Settings | str:
@@ -218,16 +203,16 @@ def evaluates(table: Table) -> bool:
 def set_base(value: bool, table: Table) -> Settings | str:
     if not evaluates(table):
         return "no evaluation"
-    most = of(table, "data.val_max_samples", -1)
-    own = of(table, f"{ROLLOUT}.val_kwargs", {})
-    samples = own.get("do_sample", False)
+    most, own = of(table, "data.val_max_samples", -1), of(table, f"{ROLLOUT}.val_kwargs", {})
+    sampling = {"temperature": 0.0}
+    if own.get("do_sample", False):
+        sampling = {"temperature": own.get("temperature", 0)} | {key: own[key] for key in ("top_p",) if key in own}
+        sampling |= {"top_k": own["top_k"]} if own.get("top_k", -1) > 0 else {}
     return {
         "orchestrator.eval.eval_base": value,
         "orchestrator.eval.num_examples": most if most > 0 else NONE,
         "orchestrator.eval.rollouts_per_example": own.get("n", 1),
-        "orchestrator.eval.sampling.temperature": own.get("temperature", 0) if samples else 0.0,
-        **({"orchestrator.eval.sampling.top_p": own["top_p"]} if samples and "top_p" in own else {}),
-        **({"orchestrator.eval.sampling.top_k": own["top_k"]} if samples and own.get("top_k", -1) > 0 else {}),
+        **{f"orchestrator.eval.sampling.{key}": each for key, each in sampling.items()},
     }
 
 
@@ -254,24 +239,14 @@ def set_custom(value: Any, table: Table) -> Settings | str:
     return "in the environment"
 
 
-def set_manager(value: Any, table: Table) -> Settings | str:
-    if value not in (None, "naive", "dapo", "prime"):
-        raise Refused("expected naive, dapo or prime. Write an environment for another one: docs/environments.md.")
-    return "in the environment"
-
-
 def set_logger(value: Any, table: Table) -> Settings | str:
-    listed = [value] if isinstance(value, str) else list(value or ())
-    if "wandb" not in listed:
-        return "metrics are in the run's folder, and on its dashboard"
-    name = of(table, "trainer.experiment_name")
-    return {"wandb.project": of(table, "trainer.project_name", "verl_examples"), "wandb.name": name or NONE}
+    project = of(table, "trainer.project_name", "verl_examples")
+    return set_wandb(value, project, of(table, "trainer.experiment_name"))
 
 
-def set_name(value: Any, table: Table) -> Settings | str:
-    if folder := of(table, "trainer.default_local_dir"):
-        return {"name": PurePath(folder).name, "output_dir": str(PurePath(folder).parent)}
-    return {"name": value}
+def set_name(value: Any, table: Table) -> Settings:
+    folder = of(table, "trainer.default_local_dir")
+    return set_folder(folder, table) if folder else {"name": value}
 
 
 def set_gpus(value: int, table: Table) -> Settings | str:
@@ -280,30 +255,4 @@ def set_gpus(value: int, table: Table) -> Settings | str:
         return NO_GPU
     if of(table, "trainer.nnodes", 1) > 1:
         return "several machines: their addresses go into [hosts]"
-    if value == 1:
-        return {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}
-    tp = of(table, f"{ROLLOUT}.tensor_model_parallel_size", 1)
-    engines = max(1, value // 2 // tp) * tp
-    return {"inference_gpus": engines, "trainer_gpus": value - engines}
-
-
-def set_lora(key: str) -> Rule:
-    def rule(value: Any, table: Table) -> Settings | str:
-        rank = of(table, f"{MODEL}.lora_rank") or of(table, f"{MODEL}.lora.rank")
-        if not rank:
-            return "lora_rank = 0"
-        return {f"trainer.model.lora.{key}": [value] if key == "target_modules" and isinstance(value, str) else value}
-
-    return rule
-
-
-def set_model(value: str, table: Table) -> Settings | str:
-    return {"model.name": str(Path(value).expanduser()) if value.startswith("~") else value}
-
-
-def set_min_lr(value: float, table: Table) -> Settings | str:
-    return {"trainer.scheduler.min_lr": value * of(table, f"{ACTOR}.optim.lr")} if value else {}
-
-
-def set_vllm(value: Any, table: Table) -> Settings | str:
-    return {f"inference.args.{key}": each for key, each in (value or {}).items()}
+    return split_gpus(value, of(table, f"{ROLLOUT}.tensor_model_parallel_size", 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,20 @@ from trireme.config.arguments import OVERRIDE, TypedFile, TypedFlag, parse_argum
 from trireme.config.load import Invocation, knows, read_as
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig
-from trireme.config.translation import (
-    Line,
-    Row,
-    Settings,
-    Translated,
-    merged,
-    translate,
-    value_at,
-    with_comments,
-)
-from trireme.tools.formats import trl, trl_rules, verl, verl_rules
+from trireme.config.translation import Line, Settings, Translated, merged, translate_over, with_comments
+from trireme.tools.formats import trl, trl_rules, verl
+from trireme.tools.formats.row_rules import Table, of
+from trireme.tools.formats.translation import Format
 from trireme.tools.formats.yaml_file import read_overrides, read_yaml, resolve_interpolations
 
 OF_VERL = {"actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "reward_model", "reward", "data"}
 OF_TRL = {"model_name_or_path", "reward_funcs", "num_generations", "per_device_train_batch_size", "dataset_name"}
-Table = dict[str, Any]
-DEFAULT = "the default"
 TRL_ARGS = (
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
     *("reward_funcs", "reward_weights"),
 )
+TRL = Format(f"TRL {trl.VERSION}", trl.TRL_GRPO, required=("model_name_or_path", "dataset_name", "reward_funcs"))
+VERL = Format(f"verl {verl.VERSION}", verl.VERL, required=("data.train_files", "actor_rollout_ref.model.path"))
 TRL_ROWS = Path(__file__).parent / "environments" / "trl_rows.py"
 
 
@@ -84,15 +76,12 @@ def read_yaml_run(argv: list[str]) -> tuple[RunConfig, Invocation]:
     return config, invocation
 
 
-def translate_verl(table: dict[str, Any], overrides: list[str], where: str) -> Translated:
+def translate_verl(table: Table, overrides: list[str], where: str) -> Translated:
     """Translate a configuration of verl: its file, overrides on top, and verl's defaults below."""
     _check_composition(table.get("defaults", []), where)
     table = {key: value for key, value in table.items() if key not in ("defaults", "hydra")}
     given = resolve_interpolations(read_overrides(overrides, table), verl.DEFAULTS, where)
-    for key in ("data.train_files", "actor_rollout_ref.model.path"):
-        if not verl_rules.of(given, key):
-            raise ConfigError(f"{where} has no {key} - expected it, as verl has no default of use. Add `{key}=…`.")
-    return _translated(given, verl.DEFAULTS, verl.VERL, where, f"verl {verl.VERSION}", verl.environment)
+    return _translated(given, verl.DEFAULTS, VERL, where, verl.environment)
 
 
 def _check_composition(value: Any, where: str) -> None:
@@ -105,45 +94,27 @@ def _check_composition(value: Any, where: str) -> None:
             )
 
 
-def translate_trl(table: dict[str, Any], where: str) -> Translated:
+def translate_trl(table: Table, where: str) -> Translated:
     """Translate a file of `trl grpo --config`."""
-    for key in ("model_name_or_path", "dataset_name", "reward_funcs"):
-        if not table.get(key):
-            raise ConfigError(f"{where} has no {key} - expected it, as `trl grpo` does. Add `{key}: …`.")
-    return _translated(table, trl.with_defaults(table, "grpo"), trl.TRL_GRPO, where, f"TRL {trl.VERSION}", _trl_rows)
+    return _translated(table, trl.defaults_of(table, "grpo"), TRL, where, _trl_rows)
 
 
-def _trl_rows(table: dict[str, Any]) -> Settings:
-    args = {key: table[key] for key in TRL_ARGS if table.get(key) is not None} | {
-        "evaluate": trl_rules.evaluates(table)
-    }
-    return {"id": str(TRL_ROWS), "name": str(table["dataset_name"]).rpartition("/")[2], "args": args}
+def _trl_rows(table: Table) -> Settings:
+    args = {key: table[key] for key in TRL_ARGS if table.get(key) is not None}
+    name = str(table["dataset_name"]).rpartition("/")[2]
+    return {"id": str(TRL_ROWS), "name": name, "args": args | {"evaluate": trl_rules.evaluates(table)}}
 
 
 def _translated(
-    given: Table,
-    defaults: Table,
-    rows: tuple[Row, ...],
-    where: str,
-    system: str,
-    environment: Callable[[Table], Settings],
+    given: Table, defaults: Table, format: Format, where: str, environment: Callable[[Table], Settings]
 ) -> Translated:
-    table = merged(defaults, given)
-    made = translate(table, rows, where=where)
+    for key in format.required:
+        if not of(given, key):
+            raise ConfigError(
+                f"{where} has no {key} - expected it, as {format.system} has no default of use. Add `{key}`."
+            )
+    made = translate_over(defaults, given, format.rows, where=where, system=format.system)
     made.settings[("max_async_level",)] = 0
-    made.settings[("orchestrator", "env", "0")] = environment(table)
-    made.lines = mark_defaults(made.lines, given, made.unknown, system)
-    made.lines.append(Line((system,), "", {("max_async_level",): 0}, "it samples, then trains", where))
+    made.settings[("orchestrator", "env", "0")] = environment(merged(defaults, given))
+    made.lines.append(Line((format.system,), ..., {("max_async_level",): 0}, "it samples, then trains", where))
     return made
-
-
-def mark_defaults(lines: list[Line], given: dict[str, Any], unknown: list[Any], system: str) -> list[Line]:
-    """Return the lines of keys that were given, and of defaults that set something, which say so."""
-    missing = object()
-    found = []
-    for line in lines:
-        if value_at(given, line.theirs, missing) is not missing:
-            found.append(replace(line, note="not supported here") if line.theirs in unknown else line)
-        elif line.ours:
-            found.append(replace(line, note=f"{DEFAULT} of {system}{f'; {line.note}' if line.note else ''}"))
-    return found

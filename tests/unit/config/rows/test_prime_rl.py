@@ -456,7 +456,7 @@ def test_source_of_an_evaluation_keeps_its_own_temperature(root):
         (
             "ckpt.interval = 3\ntrainer.ckpt.interval = 4",
             "",
-            "`ckpt.interval` and `trainer.ckpt.interval` are two names",
+            "`ckpt.interval = 3` and `trainer.ckpt.interval = 4` are two names",
         ),
         ("orchestrator.group_size = 3\norchestrator.rollouts_per_example = 4", "", "two names of one key"),
     ],
@@ -500,6 +500,8 @@ def test_every_key_of_a_file_has_a_line():
 @pytest.mark.parametrize("root", [RunConfig, SftConfig, EvalConfig])
 def test_a_row_leads_to_a_key_that_exists(root):
     named = [row.ours.replace("[]", "") for row in rows_for(root) if isinstance(row.ours, str)]
+    if root is SftConfig:  # has the trainer's keys at its top
+        named = [key.removeprefix("trainer.") for key in named]
     theirs = {row.theirs.replace("[]", "") for row in rows_for(root)}
     # A row may lead to a key that has a row itself, or into a table that takes any key.
     translated = {*theirs, *(table for key in theirs for table in tables_of(key))}

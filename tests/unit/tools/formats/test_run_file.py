@@ -1,6 +1,5 @@
 """Files of `vf-rl`, `prime-rl` and hosted training as runs of ours: every key arrives, or something is said of it."""
 
-import tomllib
 from typing import Any
 
 import pytest
@@ -8,26 +7,27 @@ import pytest
 from support.runs.resolved_runs import value_at
 from trireme.base.devices import Devices
 from trireme.base.errors import ConfigError
+from trireme.config.files import to_toml
 from trireme.config.load import load_run_config, read_as
 from trireme.config.resolve import resolve
 from trireme.config.rules.check import problems
 from trireme.config.run import RunConfig
+from trireme.config.translation import Translated
 from trireme.tools.formats.flat import FLAT as FLAT_FORMAT
 from trireme.tools.formats.flat import HOSTED as HOSTED_FORMAT
-from trireme.tools.formats.translation import Translation, as_toml, translate
+from trireme.tools.formats.translation import translate
 from trireme.tools.formats.vf_rl import VF_RL
 
 CPU, ONE, EIGHT = Devices((), 4), Devices(("0",), 8), Devices(tuple("01234567"), 64)
 
 
-def translated(table: dict[str, Any], devices: Devices) -> Translation:
+def translated(table: dict[str, Any], devices: Devices) -> Translated:
     format = FLAT_FORMAT if "model_name" in table else HOSTED_FORMAT if "batch_size" in table else VF_RL
     return translate(format, table, devices, where="mine.toml")
 
 
 def check(table: dict[str, Any], devices: Devices, expected: dict[str, Any]) -> None:
-    printed = tomllib.loads(as_toml(translated(table, devices)))
-    config = resolve(read_as(RunConfig, printed, where="translated"), devices)
+    config = resolve(read_as(RunConfig, translated(table, devices).table, where="translated"), devices)
     assert {key: value_at(config, key) for key in expected} == expected
     assert problems(config, devices) == []
 
@@ -130,12 +130,13 @@ def test_keys_of_a_file_arrive(table, devices, expected):
     check(table, devices, expected)
 
 
-def test_translation_notes_every_given_key_it_sets_or_ignores():
-    notes = translated(vf({"max_steps": 5, "max_prompt_len": 99, "num_generations": 8}), CPU).notes
+def test_each_key_that_is_given_or_sets_something_has_a_line():
+    lines = translated(vf({"max_steps": 5, "max_prompt_len": 99, "num_generations": 8}), CPU).lines
+    notes = [str(line) for line in lines]
     assert "trainer.args.max_steps = 5 -> max_steps = 5" in notes
-    assert "trainer.args.warmup_steps = 0 (default) -> trainer.scheduler.warmup_steps = 0" in notes
+    assert "trainer.args.warmup_steps = 0 -> trainer.scheduler.warmup_steps = 0: the default of vf-rl" in notes
     (unused,) = (note for note in notes if "max_prompt_len" in note)
-    assert unused.startswith("trainer.args.max_prompt_len = 99: not needed")
+    assert unused.startswith("trainer.args.max_prompt_len = 99 -> no effect: ")
     unmentioned = ("trainer.args.generation_batch_size", "trainer.args.rollouts_per_example")
     assert [note for note in notes if note.startswith(unmentioned)] == []
 
@@ -144,22 +145,24 @@ def test_translation_notes_every_given_key_it_sets_or_ignores():
     ("table", "words"),
     [
         (vf({"lora_rnk": 8}), "lora_rank"),
-        (vf({"eval_strategy": "epoch"}), "no | steps"),
+        (vf({"eval_strategy": "epoch"}), "`trainer.args.eval_strategy = "),
         (vf({"mask_env_responses": False}), "never trained on"),
+        (vf({"bf16": "yes"}), 'bf16 = "yes"` - expected true or false'),
         (vf({"sync_ref_model": True}), "ref_model_sync_steps"),
         (vf({"ref_model_sync_steps": 9}), "beta"),
         (vf({"resume_from_checkpoint": "the last"}), "checkpoint-N"),
         # two names of one number must agree
-        (vf({"rollouts_per_example": 16, "num_generations": 8}), "Remove one of the two"),
+        (vf({"rollouts_per_example": 16, "num_generations": 8}), "Remove one"),
         (vf({"batch_size": 100, "gradient_accumulation_steps": 8}), "gradient_accumulation_steps"),
         (vf({"vllm_server_port": 8002}, engine={"port": 8001}), "8001"),
         (FLAT | {"lora_rank": 8}, "use_lora"),
+        (FLAT | {"seq_len": 0}, "seq_len"),
         (FLAT | {"difficulty_threshold": 0.3}, "use_difficulty_filtering"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(table, words):
     with pytest.raises(ConfigError) as caught:
-        translated(table, EIGHT if "model_name" in table else CPU)
+        check(table, EIGHT if "model_name" in table else CPU, {})
     assert words in str(caught.value)
 
 
@@ -167,6 +170,6 @@ def test_rl_answers_a_foreign_file_with_the_command_to_type(tmp_path):
     file = tmp_path / "theirs.toml"
     commands = {"prime-rl": FLAT, "trireme submit": HOSTED, "vf-rl @": {"trainer": {"args": {}}}}
     for command, table in (commands | {"trireme gepa": {"env_id": "e"}}).items():
-        file.write_text(as_toml(Translation(table)))
+        file.write_text(to_toml(table))
         with pytest.raises(ConfigError, match=f"`{command} {file}`"):
             load_run_config(["@", str(file)], program="rl")

@@ -11,13 +11,13 @@ from trireme.algo.advantage import group_mean_std
 from trireme.config.run import RunConfig
 from trireme.config.section import find
 from trireme.config.sft import SftConfig
-from trireme.config.translation import translate
-from trireme.tools.formats.trl import TRL_GRPO, TRL_SFT, with_defaults
+from trireme.config.translation import translate_over
+from trireme.tools.formats.trl import TRL_GRPO, TRL_SFT, defaults_of
 
 
 def grpo(**given: Any) -> dict[str, Any]:
     """Return our settings by dotted key; refusals under `problems`."""
-    made = translate(with_defaults(given, "grpo"), TRL_GRPO)
+    made = translate_over(defaults_of(given, "grpo"), given, TRL_GRPO, where="the file", system="TRL")
     return {".".join(path): value for path, value in made.settings.items()} | {"problems": made.problems}
 
 
@@ -187,7 +187,7 @@ def test_what_would_train_something_else_is_refused(given: dict[str, Any]):
 
 def test_supervised_keys_are_those_of_sft():
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_length": 4096, "packing": True}
-    made = translate(with_defaults(given, "sft"), TRL_SFT).settings
+    made = translate_over(defaults_of(given, "sft"), given, TRL_SFT, where="the file", system="TRL").settings
     expected = {("batch_size",): 8, ("seq_len",): 4096, ("num_epochs",): 3.0, ("trainer", "optim", "lr"): 2e-5}
     assert {path: made[path] for path in expected} == expected
     assert made[("loss_on",)] == ["assistant", "user", "system", "tool"]

@@ -163,7 +163,7 @@ def test_gradient_norm_of_zero_bounds_nothing():
         ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "loss_mode"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "docs/environments.md"),
         ("reward_model.enable=True", "reward function"),
-        ("reward_model.reward_manager=batch", "naive, dapo or prime"),
+        ("reward_model.reward_manager=batch", "dapo. or .prime"),
         ("data.train_files=missing.parquet", "missing.parquet"),
         ("reward.custom_reward_function=mine.py", "custom_reward_function.path=FILE.py"),
         ("~data.train_files", "no data.train_files"),
