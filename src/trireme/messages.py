@@ -437,10 +437,10 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """
 
     ticket: Name
-    url: Annotated[str, Meta(pattern=r"^http://[A-Za-z0-9.-]{1,253}:[0-9]{1,5}\Z")]  # where its server will listen
+    url: Annotated[str, Meta(pattern=r"^http://[A-Za-z0-9.-]{1,253}:[0-9]{1,5}\Z")]  # address that its server will have
     facts: Annotated[
         dict[Name, Words], Meta(max_length=64)
-    ]  # what engines of a run share, see `config/engine_facts.py`
+    ]  # facts that engines of a run share, see `config/engine_facts.py`
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

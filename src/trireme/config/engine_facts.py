@@ -1,4 +1,4 @@
-"""What an engine that joins a running run takes over from it, and the facts in which it must agree with all others."""
+"""Facts in which engines of a run must agree, and the configuration that one that joins takes over from it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def engine_facts(config: RunConfig) -> Facts:
 def _version(*names: str) -> str | None:
     for name in names:
         try:
-            return version(name).partition("+")[0]  # what follows names the build: CPU, or a release of CUDA
+            # The part after a plus names the build: CPU, or a release of CUDA.
+            return version(name).partition("+")[0]
         except PackageNotFoundError:
             continue
     return None

@@ -21,7 +21,7 @@ from trireme.config.section import Section, as_key, find
 
 KeyPath = tuple[str, ...]  # the parts of a key's path, from the root; items of an array are numbers
 Settings = dict[str, Any]  # our dotted key -> value
-Made = Settings | tuple[Settings, str] | str  # what a rule returns
+Made = Settings | tuple[Settings, str] | str  # a rule's answer
 Rule = Callable[[Any, dict[str, Any]], Made]
 """A function of a key's value and of all that was given in their keys. It returns our keys with their values (and a
 note of its own), or why the key has no effect, and raises `Refused` for a value that has no counterpart."""
@@ -503,7 +503,8 @@ class _Walk:
         except Refused as refused:
             self.result.problems.append(f"{written} - {refused}")
             return
-        except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:  # of a value's type
+        # A value of a wrong type makes a rule raise an error of Python.
+        except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:
             self.result.problems.append(
                 f"{written} - it, or a key that it is computed with, has a wrong value ({error}). Correct it."
             )

@@ -32,7 +32,7 @@ class Lanes:
         self._config = config
         self._pool = pool
         self._spans = spans
-        self._of_engine: dict[int, Lane] = {}  # by identity: an engine may join at the address of another that left
+        self._of_engine: dict[int, Lane] = {}  # lanes by identity: an engine may join where another left
         self._is_closing = False
         self._is_to_look = False
         self._run: tuple[Policy, Scheduler, Evaluator] | None = None

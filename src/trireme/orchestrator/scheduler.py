@@ -337,7 +337,8 @@ class Scheduler:
     def _cancel_stale(self) -> None:
         limit = self.config.orchestrator.max_off_policy_steps
         for group in list(self._under_way.values()):
-            if group.task.env in self.runner.teachers:  # what a teacher samples does not age
+            # Tokens that a teacher samples do not age.
+            if group.task.env in self.runner.teachers:
                 continue
             if is_too_old(self.next_batch, group.issued_at, limit) and group.runner is not None:
                 group.runner.cancel()

@@ -50,8 +50,8 @@ class Teacher:
     session: aiohttp.ClientSession
     waits: Waits
     model: str
-    max_model_len: int  # of the policy; the teacher's is longer
-    vocab_size: int | None = None  # of the policy
+    max_model_len: int  # longest context of the policy; the teacher's is longer
+    vocab_size: int | None = None  # size of the policy's vocabulary
 
     def __post_init__(self) -> None:
         self._places = asyncio.Semaphore(self.config.max_concurrent)

@@ -74,12 +74,13 @@ def prefix_hashes(ids: list[int], earlier: list[int] | None = None) -> list[int]
 
 @dataclass
 class Affinity:
-    """What the engines' caches hold, and how fast they are."""
+    """Keeps what the engines' caches hold and how fast engines are, and chooses by it."""
 
     request_s: float = 1.0  # before the first answer: long, so that the load decides
     token_s: float = 1e-4  # before the first report
     hit_frac: float = 1.0  # share of the tokens taken to be held that were
-    _caches: OrderedDict[int, tuple[Cache, ...]] = field(default_factory=OrderedDict)  # by hash of a prefix
+    # caches that hold a prefix, by its hash
+    _caches: OrderedDict[int, tuple[Cache, ...]] = field(default_factory=OrderedDict)
     _num_answers: int = 0
     # running means: load, seconds per sampled token, load squared, the product of both, sampled tokens
     _sampling: tuple[float, ...] = (0.0,) * 5

@@ -52,7 +52,7 @@ from trireme.orchestrator.engines.pool import InferencePool
 log = get_logger("engines")
 
 SILENT_S = 30.0  # a member that neither beats nor answers for so long has gone
-MOST_TICKETS = 1024  # of engines that have their terms and have not registered yet
+MOST_TICKETS = 1024  # most engines that have their terms and have not registered yet
 FAREWELL_S = 5.0  # the longest wait at the end for members to hear that the run is over
 
 
@@ -65,7 +65,7 @@ class JoinedEngines:
 
     def __init__(self, config: RunConfig, pool: InferencePool, admit: Admit) -> None:
         self._config, self._pool, self._admit = config, pool, admit
-        self._engines: dict[int, Engine] = {}  # by the numbers of members
+        self._engines: dict[int, Engine] = {}  # engines by the numbers of members
         self._tickets: list[str] = []  # tickets of no member yet
         self._dismissed: dict[int, str] = {}  # members that were sent away, and why
         self._joining = asyncio.Lock()

@@ -165,7 +165,7 @@ class Prompt:
     routes: tuple[np.ndarray, ...] = ()  # routes of the first of `ids`, which the engine reported in earlier turns
     rewritten: str = ""  # how the chat template changes the turn that the conversation continues; empty: it does not
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    ce_weights: Sequence[float] = ()  # of the tokens after `turn`; empty: none has one
+    ce_weights: Sequence[float] = ()  # weights of the tokens after `turn`; empty: none has one
 
     @property
     def routes_from(self) -> int:

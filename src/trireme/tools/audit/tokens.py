@@ -118,7 +118,7 @@ class TokenAudit:
 
         step, summary = record.step, self._report.summary
         sampled, versions = tokens.loss_mask == 1, tokens.versions
-        trained = sampled & ~self._check_weights(record, rules)  # by the policy loss
+        trained = sampled & ~self._check_weights(record, rules)  # tokens that the policy loss trains
         # batch n makes version n + 1, so its tokens are of version n at most: the lag is n minus their version
         lags = step - versions
         allowed = rules.max_lag

@@ -61,7 +61,7 @@ class TypedRun:
 
     @property
     def table(self) -> dict[str, Any]:
-        """What was given, in our keys."""
+        """Return what was given, in our keys."""
         return given_values(self.config)
 
     def as_toml(self) -> str:
