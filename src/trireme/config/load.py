@@ -24,25 +24,23 @@ from trireme.base.errors import ConfigError
 from trireme.config.arguments import HELP, TypedFile, TypedFlag, parse_arguments
 from trireme.config.compatibility import belongs_elsewhere, kind_of
 from trireme.config.files import PROCESSES, ProcessName, read_run, read_table, toml_value
+from trireme.config.nested import KeyPath, merged, with_value
 from trireme.config.problems import Source, explain, raise_together, unknown_key
 from trireme.config.reference import help_text
 from trireme.config.rows.by_command import rows_for
 from trireme.config.run import RunConfig
 from trireme.config.section import NONE, AnySection, Section, as_flag, as_key, fields_of, find, read_structure, walk
 from trireme.config.translation import (
-    KeyPath,
     Line,
     Translated,
     describe_without_effect,
     is_known,
-    merged,
     names_below,
     renamed,
     table_of,
     their_keys_named,
     translate,
     with_comments,
-    with_value,
 )
 
 MOST_LEVELS = 64  # levels of tables and arrays inside one value

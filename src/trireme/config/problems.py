@@ -11,10 +11,11 @@ from typing import Any
 from trireme.base.errors import ConfigError
 from trireme.config.compatibility import keys_for
 from trireme.config.files import PROCESSES, toml_key, toml_value
+from trireme.config.nested import KeyPath
 from trireme.config.rows.by_command import rows_for
 from trireme.config.rows.elsewhere import WORDS
 from trireme.config.section import Field, Section, as_flag, as_key, fields_of, find, walk
-from trireme.config.translation import KeyPath, Line, is_known, names_below, renamed
+from trireme.config.translation import Line, is_known, names_below, renamed
 
 _LONGEST = 200  # characters of a value in a message
 _MOST = 30  # problems that are shown together

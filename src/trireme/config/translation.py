@@ -9,7 +9,7 @@ Example:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -17,9 +17,9 @@ from typing import Any
 
 from trireme.base.errors import ConfigError
 from trireme.config.files import given_values, to_toml, toml_value, without_secrets
+from trireme.config.nested import KeyPath, merged, nested, value_at, without
 from trireme.config.section import Section, as_key, find
 
-KeyPath = tuple[str, ...]  # the parts of a key's path, from the root; items of an array are numbers
 Settings = dict[str, Any]  # our dotted key -> value
 Made = Settings | tuple[Settings, str] | str  # a rule's answer
 Rule = Callable[[Any, dict[str, Any]], Made]
@@ -197,7 +197,7 @@ def translate_over(
     """
     whole = merged(defaults, given)
     made = translate(given, rows, where=where, root=root, given=whole)
-    below = translate(_without(defaults, given), rows, where=where, root=root, given=whole)
+    below = translate(without(defaults, given), rows, where=where, root=root, given=whole)
     if root is None:
         made.lines = [replace(line, note=UNSUPPORTED) if line.theirs in made.unknown else line for line in made.lines]
     typed = {*made.settings}
@@ -277,75 +277,6 @@ def with_comments(config: Section, lines: Iterable[Line | str]) -> str:
     """Return what the user gave as a TOML file of ours, with a comment on what became of each key."""
     comments = "".join(f"# {text}\n" for line in lines for text in str(line).splitlines())
     return f"{comments}\n{to_toml(given_values(config))}"
-
-
-def nested(settings: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """Return paths with values as nested tables. Numbers make arrays.
-
-    Example:
-        nested({("env", "0", "id"): "a", ("seed",): 1})  # {"env": [{"id": "a"}], "seed": 1}
-    """
-    table = _Made()
-    for path, value in settings.items():
-        here = table
-        for name in path[:-1]:
-            if not isinstance(step := here.get(name), _Made):
-                step = here[name] = _Made(step if isinstance(step, dict) else {})
-            here = step
-        if not (value == {} and isinstance(here.get(path[-1]), _Made)):
-            here[path[-1]] = value
-    return {name: _with_arrays(value) for name, value in table.items()}
-
-
-class _Made(dict[str, Any]):
-    """A table that was made here; others are values."""
-
-
-def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return two tables as one. Tables are merged key by key; anything else of the second replaces the first's."""
-    both = {
-        key: merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
-        for key, value in above.items()
-    }
-    return below | both
-
-
-def _without(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return a table without the keys of another one."""
-    left = {key: value for key, value in table.items() if key not in other}
-    both = {key: (table[key], other[key]) for key in table.keys() & other.keys()}
-    return left | {
-        key: _without(*pair) for key, pair in both.items() if isinstance(pair[0], dict) and isinstance(pair[1], dict)
-    }
-
-
-def with_value(table: dict[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:
-    """Return a copy of nested tables with another value at a path, which may lead into arrays."""
-    name, below = path[0], path[1:]
-    inside = table.get(name, {})
-    if not below:
-        return table | {name: value}
-    if isinstance(inside, list) and below[0].isdigit():
-        items = [*inside, {}][: max(len(inside), int(below[0]) + 1)]
-        if int(below[0]) < len(items):
-            item = items[int(below[0])]
-            items[int(below[0])] = with_value(item, below[1:], value) if below[1:] else value
-        return table | {name: items}
-    return table | {name: with_value(inside if isinstance(inside, dict) else {}, below, value)}
-
-
-def value_at(table: Any, path: KeyPath, default: Any = None) -> Any:
-    """Return the value at a path of nested tables and arrays, or the default."""
-    for part in path:
-        if isinstance(table, list) and part.isdigit() and int(part) < len(table):
-            table = table[int(part)]
-        elif isinstance(table, dict) and part in table:
-            table = table[part]
-        elif isinstance(table, dict) and part == "0":  # a single table in the place of an array
-            continue
-        else:
-            return default
-    return table
 
 
 # The walk through a table.
@@ -561,14 +492,6 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from value.items()
     elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         yield from ((str(number), item) for number, item in enumerate(value))
-
-
-def _with_arrays(value: Any) -> Any:
-    if not isinstance(value, _Made):
-        return value
-    if value and all(name.isdigit() for name in value):
-        return [_with_arrays(value.get(str(number), {})) for number in range(max(map(int, value)) + 1)]
-    return {name: _with_arrays(each) for name, each in value.items()}
 
 
 def _plain(path: KeyPath) -> str:

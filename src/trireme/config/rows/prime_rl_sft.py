@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trireme.config.nested import value_at
 from trireme.config.rows.prime_rl import (
     AUTUMN,
     INFERENCE,
@@ -18,7 +19,7 @@ from trireme.config.rows.prime_rl import (
 from trireme.config.rows.rules import HARDWARE, on_gpus, only
 from trireme.config.rows.sources import ENGINES, set_count
 from trireme.config.sft import FAKE, FAKE_OF_ANY_LENGTH
-from trireme.config.translation import Refused, Row, Settings, refused, spread, value_at
+from trireme.config.translation import Refused, Row, Settings, refused, spread
 
 
 def set_sources(name: str, table: dict[str, Any]) -> Settings:

@@ -12,7 +12,8 @@ from trireme.base.devices import Devices, detect_devices
 from trireme.base.errors import ConfigError
 from trireme.config.files import toml_value
 from trireme.config.model.tokenizer import has_vocabulary, read_tokenizer
-from trireme.config.translation import Refused, Rule, Settings, value_at
+from trireme.config.nested import value_at
+from trireme.config.translation import Refused, Rule, Settings
 
 NO_GPU = "this machine shows no GPU"
 HARDWARE = "tunes hardware only"

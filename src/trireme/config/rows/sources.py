@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from trireme.config.nested import value_at
 from trireme.config.rows.rules import is_off, value_of
-from trireme.config.translation import Refused, Rule, Settings, value_at
+from trireme.config.translation import Refused, Rule, Settings
 
 ENGINES = (
     "`rl` starts its engines itself. Engines on other machines are named by `hosts.inference`, and "

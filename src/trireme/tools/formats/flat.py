@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from trireme.config.nested import value_at
 from trireme.config.orchestrator import Environment
 from trireme.config.rows.rules import NO_GPU, has_gpus, on_gpus, only, switch
 from trireme.config.run import RunConfig
-from trireme.config.translation import Refused, Row, Rule, Settings, value_at
+from trireme.config.translation import Refused, Row, Rule, Settings
 from trireme.tools.formats.row_rules import Table, split_gpus
 from trireme.tools.formats.translation import Format
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
+from trireme.config.nested import value_at
 from trireme.config.section import NONE
-from trireme.config.translation import Refused, Rule, Settings, value_at
+from trireme.config.translation import Refused, Rule, Settings
 
 Table = dict[str, Any]
 HARDWARE = "how the hardware is used follows from the machine here"

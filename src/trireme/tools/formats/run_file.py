@@ -12,13 +12,14 @@ from trireme.config.arguments import HELP, TypedFile, TypedFlag, mark_file, pars
 from trireme.config.compatibility import Kind, belongs_elsewhere, keys_for, kind_of
 from trireme.config.files import given_values, read_table
 from trireme.config.load import knows, read_as, read_with_lines
+from trireme.config.nested import value_at
 from trireme.config.reference import help_text
 from trireme.config.resolve import resolve
 from trireme.config.rows.rules import on_machine
 from trireme.config.rules.check import check
 from trireme.config.run import RunConfig
 from trireme.config.section import Field, Section, find
-from trireme.config.translation import Line, Translated, their_keys_named, value_at, with_comments
+from trireme.config.translation import Line, Translated, their_keys_named, with_comments
 from trireme.tools.formats.flat import FLAT, HOSTED
 from trireme.tools.formats.translation import Format, path_of, translate
 from trireme.tools.formats.translation import knows as knows_key

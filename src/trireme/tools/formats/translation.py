@@ -16,12 +16,12 @@ from trireme.base.errors import ConfigError
 from trireme.config.arguments import TypedFlag
 from trireme.config.compatibility import keys_for
 from trireme.config.files import toml_value
+from trireme.config.nested import KeyPath, value_at, with_value
 from trireme.config.problems import raise_together
 from trireme.config.rows.rules import on_machine
 from trireme.config.run import RunConfig
 from trireme.config.section import as_flag, as_key, fields_of, find, read_structure
 from trireme.config.translation import (
-    KeyPath,
     Line,
     Row,
     Settings,
@@ -30,8 +30,6 @@ from trireme.config.translation import (
     names_below,
     renamed,
     translate_over,
-    value_at,
-    with_value,
 )
 
 Table = dict[str, Any]

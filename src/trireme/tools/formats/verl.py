@@ -8,9 +8,10 @@ from __future__ import annotations
 from os.path import expanduser
 from pathlib import Path
 
+from trireme.config.nested import nested
 from trireme.config.rows.prime_rl import under
 from trireme.config.rows.rules import on_gpus, only
-from trireme.config.translation import Row, Settings, nested, spread
+from trireme.config.translation import Row, Settings, spread
 from trireme.tools.formats import verl_rules as rules
 from trireme.tools.formats.row_rules import (
     ASK_MODEL,

@@ -15,7 +15,7 @@ import yaml
 
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import OVERRIDE
-from trireme.config.translation import merged, nested, value_at
+from trireme.config.nested import merged, nested, value_at
 
 MOST_BYTES = 1 << 20
 MOST_STEPS = 8  # interpolations that lead to others

@@ -9,9 +9,10 @@ from typing import Any
 from trireme.base.errors import ConfigError
 from trireme.config.arguments import OVERRIDE, TypedFile, TypedFlag, parse_arguments
 from trireme.config.load import Invocation, knows, read_as
+from trireme.config.nested import merged
 from trireme.config.problems import raise_together
 from trireme.config.run import RunConfig
-from trireme.config.translation import Line, Settings, Translated, merged, translate_over, with_comments
+from trireme.config.translation import Line, Settings, Translated, translate_over, with_comments
 from trireme.tools.formats import trl, trl_rules, verl
 from trireme.tools.formats.row_rules import Table, of
 from trireme.tools.formats.translation import Format

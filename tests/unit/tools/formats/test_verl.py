@@ -14,11 +14,12 @@ from support.runs.resolved_runs import CPU, value_at
 from trireme.base.errors import ConfigError
 from trireme.cli.rl import rl
 from trireme.config.arguments import is_yaml_run
+from trireme.config.nested import merged
 from trireme.config.resolve import resolve
 from trireme.config.rules.check import problems
 from trireme.config.run import RunConfig
 from trireme.config.section import find
-from trireme.config.translation import merged, translate
+from trireme.config.translation import translate
 from trireme.tools.formats import verl
 from trireme.tools.formats.environments.verl_rows import compute_score, load_environment
 from trireme.tools.formats.yaml_run import read_yaml_run
