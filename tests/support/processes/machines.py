@@ -18,6 +18,7 @@ from pathlib import Path
 from support.runs.real_run import REPOSITORY, Process, command
 
 IP = shutil.which("ip") or "/usr/sbin/ip"
+TC = shutil.which("tc") or "/usr/sbin/tc"  # not in /usr/bin, where Debian has `ip` too
 DEADLINE_S = 60.0
 
 
@@ -69,7 +70,7 @@ class Machine:
     def slow_down(self, rate: str) -> None:
         """Send no more per second than this, in the words of `tc`."""
         limits = ("tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
-        done = self.run(str(Path(IP).with_name("tc")), "qdisc", "add", "dev", "eth0", "root", *limits)
+        done = self.run(TC, "qdisc", "add", "dev", "eth0", "root", *limits)
         assert done.returncode == 0, done.stderr
 
     def num_received(self) -> int:
