@@ -117,7 +117,8 @@ class Tokens(msgspec.Struct, frozen=True):
     @property
     def by_policy_loss(self) -> np.ndarray:
         """[T] bool: trained by the loss of reinforcement learning. The policy sampled these."""
-        return self.loss_mask.astype(bool) & ~self.by_cross_entropy
+        counts = self.loss_mask.astype(bool)
+        return counts if self.ce_weights is None else counts & ~self.by_cross_entropy
 
 
 COLUMNS: dict[str, tuple[np.dtype, float]] = {

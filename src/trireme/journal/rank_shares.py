@@ -83,7 +83,8 @@ class DealtBatch:
         lengths = [sample.tokens.length for sample in self._samples]
         self._dealt = deal(lengths, capacity=capacity, ranks=world, cost=cost)
         self._counts = num_learned(self._samples)
-        self._ce_tokens = sum(int(np.count_nonzero(each.tokens.by_cross_entropy[1:])) for each in self._samples)
+        weighted = [sample.tokens for sample in self._samples if sample.tokens.ce_weights is not None]
+        self._ce_tokens = sum(int(np.count_nonzero(tokens.by_cross_entropy[1:])) for tokens in weighted)
         self._step = record.step
         self._num_rollouts = len(record.rollouts)
 

@@ -17,7 +17,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -298,15 +298,18 @@ class InferencePool:
         self.count(engine, 1)
         engine.in_flight_by_core[core] += 1
         self.num_requests += 1
-        limit = asyncio.timeout(None)  # it expires if the engine leaves
-        engine.limits.add(limit)
+        # One that joined may leave, which expires the timeouts of its requests.
+        limit = None if engine.member is None else asyncio.timeout(None)
+        if limit is not None:
+            engine.limits.add(limit)
         try:
-            async with limit:
+            async with limit or nullcontext():
                 status, data = await engine.request(
                     "inference/v1/generate", body, timeout=self.request_timeout, max_bytes=max_bytes, headers=headers
                 )
         finally:
-            engine.limits.discard(limit)
+            if limit is not None:
+                engine.limits.discard(limit)
             self.count(engine, -1)
             engine.in_flight_by_core[core] -= 1
 

@@ -310,11 +310,13 @@ class Environment:
                     # after two deaths it runs while no other such suspect does, so that a third one shows which it is
                     suspect = task.group if is_compared else task.task
                     async with self._exclusive.enter(suspect) if session.num_deaths >= 2 else nullcontext():
-                        async with session.unless_failed():
+                        # most rollouts wait for nothing here, and what watches over a wait costs more than they do
+                        async with session.unless_failed() if self._slots.locked() else nullcontext():
                             await self._slots.acquire()
                         with ExitStack() as slot:  # closed early when it only waits for its group
                             slot.callback(self._slots.release)
-                            async with session.unless_failed():
+                            is_ready = any(worker.is_ready for worker in self._workers)
+                            async with nullcontext() if is_ready else session.unless_failed():
                                 await self._wait_for_worker()
                             # no `await` from here until the worker has registered the rollout: it is still alive then
                             worker = self._choose_worker(task.group if is_compared else "")
