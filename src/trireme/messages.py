@@ -451,7 +451,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A member's process lives. Answered with `Ok`; `Again` if it is no member any more, and may join anew; `Dismissed`
+    """A member's process lives. Answered with `Ok`; `Again` if it is no member now, and may join again; `Dismissed`
     if it may not."""
 
     member: Count

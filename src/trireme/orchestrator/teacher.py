@@ -37,7 +37,7 @@ ATTEMPTS = 3
 LATER = (408, 429)  # statuses with which a server asks for a retry
 PAUSE_S = 1.0  # before a retry
 UNCUT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What the run's sampling means unless it says otherwise. The server would take its model's own defaults."""
+"""Defaults of the run's sampling, sent because the server would take its model's own."""
 PROBE = "Trireme: 3 banks of oars, 170 rowers.\n\tnaïve café"
 """Text that two different tokenizers are likely to split differently."""
 

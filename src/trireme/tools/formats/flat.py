@@ -93,7 +93,7 @@ OF_GPUS = (
     Row("pipeline_parallel_size", only(1, instead=LAYERS)),
 )
 LONG_SAMPLES: Settings = {"trainer.model.optimization_dtype": "bfloat16", "trainer.model.ac.freq": 1}
-"""What makes long samples fit on GPUs. These formats have no keys for it."""
+"""Settings that make long samples fit on GPUs. These formats have no keys for them."""
 
 
 def format_of(system: str, model: str, *rows: Row) -> Format:
