@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trireme.base.errors import ConfigError
+from trireme.base.errors import ConfigError, DeadlineExceeded
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Teacher as TeacherConfig
@@ -40,16 +40,25 @@ class SelfTeacher:
     async def score(self, rollouts: list[Rollout]) -> None:
         """Fill `teacher` of each rollout: per sample [T] float32, NaN where the policy sampled nothing.
 
-        Raises: ConfigError if a rollout has no demonstration.
+        Raises:
+            ConfigError: a rollout has no demonstration.
+            DeadlineExceeded: the engines took longer than all of these requests may, one after the other.
         """
         deadline_s = self.pool.timeout_s * max(1, len(rollouts))
-        with self.waits.waiting(f"logprobs of {len(rollouts)} rollouts", peer="engines", deadline_s=deadline_s):
+        what = f"logprobs of {len(rollouts)} rollouts"
+        with self.waits.waiting(what, peer="inference", deadline_s=deadline_s) as wait:
 
             async def score(rollout: Rollout) -> None:
                 hint = self._hint(rollout)
                 rollout.teacher = [await self._logprobs(hint, sample) for sample in rollout.samples]
 
-            await asyncio.gather(*map(score, rollouts))
+            # A request without a live engine waits for one, however long that takes.
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await asyncio.gather(*map(score, rollouts))
+            except TimeoutError:
+                words = f"{wait}, longer than the {deadline_s:.0f} s allowed. Look at {wait.log}"
+                raise DeadlineExceeded(words) from None
 
     def _hint(self, rollout: Rollout) -> list[int]:
         key = self.config.demonstration or ""
