@@ -65,7 +65,7 @@ from reverse_text_task import SYSTEM_PROMPT, make_texts, similarity  # noqa: E40
 
 GROUPS, ROLLOUTS = 8, 16  # prompts per batch, answers per prompt
 MAX_TOKENS = 16
-LOSS = resolve_loss(Loss(), length=MAX_TOKENS)  # "importance": masked, importance-weighted policy gradient
+LOSS = resolve_loss(Loss(), length=MAX_TOKENS)  # "dppo_tv": importance-weighted policy gradient, masked
 LEARNING_RATE, BETAS, MAX_NORM = 5e-4, (0.9, 0.95), 1.0
 
 

@@ -53,7 +53,7 @@ class Loss(Section):
         "decoupled",
         "cross_entropy",
         "custom",
-    ] = "importance"
+    ] = "dppo_tv"
     """The recipe; `docs/algorithms.md` has the formula of each, its source, and when to take it."""
     adv_tau: NonNegative = 1.0
     """Factor of all advantages."""
@@ -323,7 +323,7 @@ def _way_out(key: str) -> str:
         "kl_estimator": "beta = 0.01",
         "reference_update_every": "beta = 0.01",
         "normalize_length": 'normalize = "constant"',
-        "score_centering_top_k": "score_centering = true",
+        "score_centering_top_k": 'surrogate = "importance"` and `trainer.loss.score_centering = true',
         "proximal": 'surrogate = "clip"',
     }
     # In reverse, so that the first kind that reads a key is the one that is suggested.

@@ -52,6 +52,7 @@ def config_of(kind: str, model: Path, **settings: Any) -> RunConfig:
         trainer = TrainerConfig(model=TrainerModel(**settings), optim=optim, num_iterations=2, loss=loss)
     else:
         optim = Optimizer(type=kind, lr=1e-3, weight_decay=0.1)  # type: ignore[arg-type]
+        # No gradient may be 0 but for rounding, whose sign SignSGD would take: `kl_tau` pulls at each token.
         trainer = TrainerConfig(optim=optim, loss=LOSSES.get(kind, Loss(type="importance", kl_tau=0.1)))
     return RunConfig(model=Model(name=str(model)), trainer=trainer)
 

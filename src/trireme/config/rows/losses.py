@@ -35,7 +35,10 @@ def set_bound(end: str) -> Rule:
     """Return a rule for `ratio_low` or `ratio_high`."""
 
     def rule(ratio: float, table: dict[str, Any]) -> Settings:
-        if value_of(table, "trainer", "loss").get("type") not in BY_RATIO:
+        kind = value_of(table, "trainer", "loss").get("type")
+        if kind is None:  # both bounds were those of the default at the time
+            return {"trainer.loss.type": "importance", f"trainer.loss.ratio_{end}": ratio}
+        if kind not in BY_RATIO:
             return {f"trainer.loss.ratio_{end}": ratio}
         return {f"trainer.loss.clip_{end}": round(1 - ratio if end == "low" else ratio - 1, 12)}
 

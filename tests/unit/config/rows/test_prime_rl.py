@@ -174,6 +174,10 @@ RL: list[tuple[str, dict[str, Any]]] = [
         {"trainer.loss.type": "importance", "trainer.loss.ratio_high": 5.0},
     ),
     (
+        "[ckpt]\n[trainer.loss]\nratio_low = 0.2\nratio_high = 6",
+        {"trainer.loss.type": "importance", "trainer.loss.ratio_low": 0.2, "trainer.loss.ratio_high": 6},
+    ),
+    (
         "[trainer.loss]\ntype = 'ppo'\nratio_low = 0.7\nratio_high = 1.4",
         {"trainer.loss.clip_low": 0.3, "trainer.loss.clip_high": 0.4},
     ),

@@ -142,9 +142,9 @@ LOSS = rows("trainer.loss", CPU,
     ("--type ppo --eps 0.1", "--type ipo --eps 0.1", 'loss.eps = ... surrogate = "ipo"'),
     ("--type ipo --mask-low 0.1", "--type dppo_kl --mask-low 0.1", 'loss.mask_low = ... surrogate = "dppo_tv"'),
     ("--type ipo --score-centering --proximal recomputed", "--type ipo --score-centering", "policy that sampled"),
-    ("--correction token_mask --score-centering", "--score-centering", 'correction = "token_mask"'),
+    ("--type ipo --score-centering --correction token_mask", "--type ipo --score-centering", "policy that sampled"),
     ("--type gspo --score-centering", "--type reinforce --score-centering", "loss.score_centering"),
-    ("--score-centering-top-k 5", "+ --score-centering", "loss.score_centering_top_k = ... score_centering = true"),
+    ("--score-centering-top-k 5", "+ --type importance --score-centering", "top_k = ... centering = true"),
     ("--type gspo --k-pos 1", "--type vespo --k-pos 1", 'loss.k_pos = ... surrogate = "gamma_weight"'),
     ("--type ppo --correction-high 3", "", "loss.correction_high = ... correction = "),
     ("--type ppo --normalize-length 3", "", 'loss.normalize_length = ... normalize = "constant"'),
@@ -153,7 +153,7 @@ LOSS = rows("trainer.loss", CPU,
     ("--type custom --path a.py:b --correction token_mask", "", "loss.correction = ... Remove it"),
     # contradictions
     ("--type tis --proximal behaviour", "", "expected a proximal policy of its own"),
-    ("--ratio-low 8", "... 7.9", "every token would be masked"),
+    ("--type importance --ratio-low 8", "... 7.9", "every token would be masked"),
     ("--type icepop --correction-high 0.4", "", "every token would be masked"),
     ("--type custom", "+ --path a.py:b", "without a path"),
 )  # fmt: skip
@@ -314,10 +314,10 @@ def test_8_bit_moments_need_a_compiler_on_gpus(monkeypatch):
 
 
 def test_the_default_is_written_out_and_keeps_out_what_it_does_not_use():
-    expected = {"surrogate": "importance", "proximal": "behaviour", "correction": "none", "normalize": "token"}
-    expected |= {"ratio_low": 0.125, "ratio_high": 8.0, "kl_tau": 0.0}
-    expected |= dict.fromkeys(("clip_low", "correction_high", "kl_estimator", "normalize_length"))
-    older = {"ratio_low": 0.2, "ratio_high": math.inf, "kl_tau": 0.1}
+    expected = {"surrogate": "dppo_tv", "proximal": "behaviour", "correction": "none", "normalize": "token"}
+    expected |= {"mask_low": 0.2, "mask_high": 0.2, "max_importance_ratio": 20.0, "kl_tau": 0.0}
+    expected |= dict.fromkeys(("ratio_low", "clip_low", "correction_high", "kl_estimator", "normalize_length"))
+    older = {"mask_low": 0.1, "max_importance_ratio": math.inf, "kl_tau": 0.1}
     for given, loss in ({}, resolved().trainer.loss), (older, resolve_loss(Loss(**older), length=1)):
         assert {key: getattr(loss, key) for key in expected} == expected | given
 
