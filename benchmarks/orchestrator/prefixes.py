@@ -1,6 +1,6 @@
 """How many tokens engines compute per token of long conversations, and how long these take.
 
-    uv run python -m benchmarks.orchestrator.prefixes [--engines 2] [--update-s 0 2 5] [--keep always] [--against FOLDER]
+    uv run python -m benchmarks.orchestrator.prefixes [--update-s 0 2 5] [--keep always] [--against FOLDER]
     uv run python -m benchmarks.orchestrator.prefixes --real [--keep always] [--against FOLDER]
 
 Groups of conversations begin with the same prompt and take their turns through the orchestrator's pool of engines, with

@@ -368,8 +368,13 @@ LEFT_TO_OTHERS = {
     *("difference", "kept", "routed", "top_logprobs", "restrained", "example_id"),
 }
 """What nothing else on disk repeats (a replay of the run sees ids, logprobs and routes), or what decides nothing."""
-INSTEAD_OF_NONE: dict[str, Any] = {"masked": "truncated", "stage_reward": 0.5, "num_sampled": 1_000_000, "num_tokens": 1_000_000}
-INSTEAD_OF_NONE["oldest"] = np.int32([0])
+INSTEAD_OF_NONE: dict[str, Any] = {
+    "masked": "truncated",
+    "stage_reward": 0.5,
+    "num_sampled": 1_000_000,
+    "num_tokens": 1_000_000,
+    "oldest": np.int32([0]),
+}
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple]:
