@@ -1,11 +1,12 @@
 """How many tokens engines compute per token of long conversations, and how long these take.
 
-    uv run python -m benchmarks.orchestrator.prefixes [--engines 2] [--update-s 0 2 5] [--against FOLDER]
-    uv run python -m benchmarks.orchestrator.prefixes --real [--against FOLDER]
+    uv run python -m benchmarks.orchestrator.prefixes [--update-s 0 2 5] [--keep always] [--against FOLDER]
+    uv run python -m benchmarks.orchestrator.prefixes --real [--keep always] [--against FOLDER]
 
 Groups of conversations begin with the same prompt and take their turns through the orchestrator's pool of engines, with
-a pause for the environment between two turns. Every `update-s` seconds all engines get a new version, which empties
-their caches and makes them compute what is under way again (0: never). A token counts once as existing, however often
+a pause for the environment between two turns. Every `update-s` seconds all engines get a new version (0: never), which
+empties their caches and makes them compute what is under way again unless `keep` says otherwise
+(`inference.keep_prefix_cache`). A token counts once as existing, however often
 it is read; the prompt of a group counts once. `--against` runs the same with the sources of another checkout.
 
 Scripted engines take a set time per token, of a prompt one request after the other and of answers all at once, and
@@ -50,6 +51,8 @@ class Work:
     tool_s: float
     update_s: float
     real: bool
+    keep: str
+    block: int
 
 
 def main(
@@ -63,6 +66,8 @@ def main(
     tool_s: Annotated[float, "mean pause of the environment"] = 0.1,
     update_s: Annotated[tuple[float, ...], "seconds between two versions; 0: none"] = (0.0, 5.0, 2.0),
     real: Annotated[bool, "vLLM with models/reverse-text-tiny"] = False,
+    block: Annotated[int, "tokens of a block of a cache; 16 is vLLM's on GPUs, 128 on CPUs"] = 32,
+    keep: Annotated[str, "`inference.keep_prefix_cache`: never, running, always"] = "never",
     against: Annotated[Path | None, "another checkout, measured by turns with this one"] = None,
     inside: Annotated[Path | None, "used by this program itself"] = None,
 ) -> None:
@@ -72,7 +77,7 @@ def main(
     checkouts = {"this": ROOT} | ({"other": against.resolve()} if against else {})
     rows = []
     for every in update_s:
-        work = Work(engines, groups, members, turns, prompt, sampled, given, tool_s, every, real)
+        work = Work(engines, groups, members, turns, prompt, sampled, given, tool_s, every, real, keep, block)
         for name, checkout in checkouts.items():
             found = measure_apart(checkout, work)
             rows.append([f"{every:g}", name, *(f"{value:.2f}" for value in found)])
@@ -100,16 +105,18 @@ async def measure(work: Work) -> list[float]:
     from trireme.orchestrator.engines.pool import open_inference_pool
 
     limits: dict[str, Any] = {"max_model_len": 1 << 14, "timeout_s": 120.0, "max_concurrent": 1024}
+    if work.keep != "never":  # another checkout may not know it
+        limits["keep_prefix_cache"] = work.keep
     with ExitStack() as processes, tempfile.TemporaryDirectory(prefix="prefixes-") as folder:
         async with AsyncExitStack() as stack:
             servers = await open_engines(work, stack, processes, Path(folder))
             urls = [url for url, _ in servers]
             pool = await stack.enter_async_context(open_inference_pool(urls, waits=Waits("benchmark"), **limits))
-            await publish(pool, 0)
+            await publish(pool, 0, {})
 
             before, turns_s, again = [await count() for _, count in servers], list[float](), list[int]()
             began = time.perf_counter()
-            updating = asyncio.create_task(publish_again(pool, work.update_s))
+            updating = asyncio.create_task(publish_again(pool, work))
             numbers = range(work.groups * work.members)
             lengths = await asyncio.gather(*(converse(pool, work, number, turns_s, again) for number in numbers))
             seconds = time.perf_counter() - began
@@ -126,7 +133,7 @@ async def open_engines(work: Work, stack: AsyncExitStack, processes: ExitStack, 
     from support.runs.real_run import open_engine
 
     if not work.real:
-        knobs: dict[str, Any] = {"block": 32, "token_s": 0.01, "prefill_s": 1e-4}
+        knobs: dict[str, Any] = {"block": work.block, "token_s": 0.01, "prefill_s": 1e-4}
         knobs["answer"] = lambda asked: asked.rng.choices(VOCABULARY, k=work.sampled)
         opened = [await stack.enter_async_context(open_fake_engine(WeightWire(), **knobs)) for _ in range(work.engines)]
         return [(each.url, partial(counted, each)) for each in opened]
@@ -134,7 +141,7 @@ async def open_engines(work: Work, stack: AsyncExitStack, processes: ExitStack, 
     longest = work.prompt + work.turns * (work.sampled + work.given)
     config = folder / "engine.toml"
     config.write_text(f'device = "cpu"\nseq_len = {longest + 64}\nmodel.name = "{ROOT}/models/reverse-text-tiny"\n')
-    flags = ("--inference.cpu.threads", "1")
+    flags = ("--inference.cpu.threads", "1", "--inference.args.block-size", str(work.block))
     urls = []
     for number in range(work.engines):
         engine = processes.enter_context(open_engine(folder / str(number), *flags, config=config, forked=False))
@@ -157,22 +164,23 @@ async def counted_by_vllm(url: str) -> float:
     return sum(float(value) for labels, value in found if "source" not in labels or "local_compute" in labels)
 
 
-async def publish(pool: Any, version: int) -> None:
+async def publish(pool: Any, version: int, keeping: dict[str, bool]) -> None:
     """Do to the engines what an update does, without tensors."""
     for engine in pool.engines:
         pool.quarantine(engine)
-        await engine.post("pause?mode=keep")
+        await engine.post("pause?mode=keep" + "&clear_cache=false" * len(keeping))
         await engine.post("update_weight_version", {"new_version": str(version)})
         await engine.post("resume")
-        pool.go_live(engine, version)
+        pool.go_live(engine, version, **keeping)
 
 
-async def publish_again(pool: Any, every_s: float) -> None:
+async def publish_again(pool: Any, work: Work) -> None:
     version = 0
-    while every_s:
-        await asyncio.sleep(every_s)
+    keeping = {} if work.keep == "never" else {"keeps_caches": True}
+    while work.update_s:
+        await asyncio.sleep(work.update_s)
         version += 1
-        await publish(pool, version)
+        await publish(pool, version, keeping)
 
 
 async def converse(pool: Any, work: Work, number: int, turns_s: list[float], again: list[int]) -> int:
@@ -184,11 +192,16 @@ async def converse(pool: Any, work: Work, number: int, turns_s: list[float], aga
     """
     rng = random.Random(number)
     ids = random.Random(f"group {number // work.members}").choices(VOCABULARY, k=work.prompt)
+    since: dict[str, int] = {}  # the oldest version that the conversation attended to
     for _ in range(work.turns):
         began = time.perf_counter()
-        turn = await pool.generate(ids, {"max_tokens": work.sampled, "temperature": 1.0, "ignore_eos": True})
+        sampling = {"max_tokens": work.sampled, "temperature": 1.0, "ignore_eos": True}
+        turn = await pool.generate(ids, sampling, **since)
+        if work.keep == "always":
+            since["since"] = min([turn.oldest, *since.values()])
         turns_s.append(time.perf_counter() - began)
         cuts = [place for place in range(1, len(turn.ids)) if turn.versions[place] != turn.versions[place - 1]]
+        cuts = cuts if work.keep == "never" else []
         again.append(sum(len(ids) + cut for cut in cuts))
         await asyncio.sleep(rng.expovariate(1 / work.tool_s))
         ids = [*ids, *turn.ids, *rng.choices(VOCABULARY, k=work.given)]

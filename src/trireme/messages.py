@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Meta
 from pydantic import BaseModel
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -104,6 +104,12 @@ class Tokens(msgspec.Struct, frozen=True):
     top_logprobs: TopLogprobs | None = None  # given if the loss centers scores
     restrained: np.ndarray | None = None  # [T] uint8: 1 if the loss restrains the token, see `algo/covariance.py`
     ce_weights: np.ndarray | None = None  # [T] float32: above 0 if cross-entropy trains the token, by this weight
+    oldest: np.ndarray | None = None  # [T] int32: oldest version that it attended to; if None, as `versions`
+
+    @property
+    def attended(self) -> np.ndarray:
+        """[T] int32: the oldest version that each token attended to through a cache, or that sampled it."""
+        return self.versions if self.oldest is None else self.oldest
 
     @property
     def length(self) -> int:
@@ -138,6 +144,7 @@ def build_tokens(
     pictures: list[Picture] | None = None,
     top_logprobs: TopLogprobs | None = None,
     ce_weights: np.ndarray | None = None,
+    oldest: np.ndarray | None = None,
     **columns: Any,
 ) -> Tokens:
     """Build tokens from sequences of numbers, each column cast to its type."""
@@ -148,7 +155,7 @@ def build_tokens(
         assert each is None or len(each.counts) == lengths["ids"], f"{len(each.counts)} counts, {lengths['ids']} ids"
     assert routed is None or len(routed.known) == lengths["ids"], f"routes of {len(routed.known)} tokens"
     lists: dict[str, Any] = {"kept": kept, "routed": routed, "pictures": pictures or [], "top_logprobs": top_logprobs}
-    return Tokens(**arrays | lists, ce_weights=ce_weights)
+    return Tokens(**arrays | lists, ce_weights=ce_weights, oldest=oldest)
 
 
 def concat_tokens(parts: list[Tokens]) -> Tokens:
@@ -164,6 +171,7 @@ def concat_tokens(parts: list[Tokens]) -> Tokens:
     for part in parts:
         pictures += [msgspec.structs.replace(each, place=begin + each.place) for each in part.pictures]
         begin += part.length
+    has_oldest = any(part.oldest is not None for part in parts)
     return Tokens(
         **columns,
         kept=_concat_kept(parts),
@@ -172,6 +180,7 @@ def concat_tokens(parts: list[Tokens]) -> Tokens:
         top_logprobs=_concat_top_logprobs(parts),
         restrained=_concat_given(parts, "restrained", np.uint8),
         ce_weights=_concat_given(parts, "ce_weights", np.float32),
+        oldest=np.concatenate([each.attended for each in parts]) if has_oldest else None,
     )
 
 

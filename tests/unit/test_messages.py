@@ -29,6 +29,7 @@ SEEN = build_tokens(**COLUMN, pictures=[wire.Picture("a" * 64, place=0, rows=1, 
 TOP = TopLogprobs(np.array([0, 2], np.int32), np.array([5, 7], np.int32), np.array([-0.125, -2.5], np.float32))
 LISTED = build_tokens(**COLUMN, top_logprobs=TOP)
 WEIGHED = build_tokens(**COLUMN, ce_weights=np.array([0.5, 0.0], np.float32))
+AGED = build_tokens(**COLUMN, oldest=np.array([-1, 0], np.int32))
 SENT = {"run_id": "run", "version": 7, "attempt": 2}
 SPECS = [wire.TensorSpec("model.norm.weight", "bfloat16", [64]), wire.TensorSpec("scale", "float32", [])]
 PROBE = wire.Probe(ids=[1, 2, 3], logprobs=[-0.5, -1.25])
@@ -36,7 +37,7 @@ ROWS = [
     wire.MicroBatch(tokens=TOKENS, lengths=[2, 1], temperatures=[1.0, 0.7], sources=["a", "b"]),
     *(
         wire.MicroBatch(tokens=tokens, lengths=[2], temperatures=[1.0])
-        for tokens in (CUT, SENT_TO, SEEN, LISTED, WEIGHED)
+        for tokens in (CUT, SENT_TO, SEEN, LISTED, WEIGHED, AGED)
     ),
 ]
 REQUESTS: list[Request] = [

@@ -37,6 +37,7 @@ class Columns:
     sources: tuple[str, ...] = ()  # the environment of each of the row's samples, if some have losses of their own
     restrained: torch.Tensor | None = None  # [K] bool: chosen by `algo/covariance.py`, if the loss restrains tokens
     ce_weights: torch.Tensor | None = None  # [K] float32: above 0 for tokens that cross-entropy trains
+    oldest: torch.Tensor | None = None  # [K] int64, the oldest version that it attended to, if engines kept caches
     # With `score_centering`, of the W likeliest tokens of mu at each place:
     top_logprobs: torch.Tensor | None = None  # [W, K] float32, log pi, with gradient
     top_behaviour: torch.Tensor | None = None  # [W, K] float32, log mu; -inf where fewer are known

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from trireme.config.inference import KeepPrefixCache
 from trireme.config.orchestrator import DifficultyPools, Filters, LengthPenalty, Stage
 from trireme.config.run import RunConfig
 
@@ -55,6 +56,7 @@ class Rules(msgspec.Struct, frozen=True):
     ce_weight: float = 0.0  # weight of what a teacher samples in the cross-entropy; 0 if the policy samples
     echo: dict[str, float] = {}  # weight of what each role says
     episode_agents: tuple[str, ...] = ()  # agents that `hierarchical_grpo` compares within a rollout
+    keep_prefix_cache: KeepPrefixCache = "never"  # caches that outlive an update
     sources: dict[str, Rules] = {}  # per environment that has rules of its own
 
     def of(self, environment: str) -> Rules:
@@ -124,4 +126,5 @@ def _rules_of(config: RunConfig) -> Rules:
         ce_weight=teacher.weight if teacher and teacher.samples else 0.0,
         echo=orchestrator.echo.roles if orchestrator.echo else {},
         episode_agents=advantage.episode_agents,
+        keep_prefix_cache=config.inference.keep_prefix_cache,
     )

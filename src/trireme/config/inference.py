@@ -15,6 +15,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from trireme.config.section import EnvVars, Section
 
+KeepPrefixCache = Literal["never", "running", "always"]
+
 
 class InferenceModel(Section):
     """`[inference.model]`: the model as it is served; names are vLLM's."""
@@ -75,6 +77,8 @@ class InferenceConfig(Section):
     """Share of each GPU's memory that the engine may take; 0.4 if not set on the trainer's GPU, which gets the rest."""
     max_num_seqs: PositiveInt = 256
     """Most requests that the engine runs at once; more wait in its queue."""
+    keep_prefix_cache: KeepPrefixCache = "never"
+    """Caches that outlive an update: none, those of requests under way, or those that later turns read too."""
     args: dict[str, Any] = {}
     """More arguments of vLLM's server, by its own names. A list is several values, a table JSON, false `--no-NAME`."""
     start_timeout_s: PositiveFloat = 900.0

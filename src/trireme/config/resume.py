@@ -59,6 +59,7 @@ RUN: dict[When, str] = {
         inference.model.max_model_len inference.model.enforce_eager inference.model.enable_auto_tool_choice
         inference.model.tool_call_parser inference.model.reasoning_parser inference.model.trust_remote_code
         inference.parallel.* inference.cpu.* inference.gpu_memory_utilization inference.max_num_seqs inference.args.*
+        inference.keep_prefix_cache
         orchestrator.batch_size orchestrator.token_batch_size orchestrator.rollouts_per_example
         orchestrator.oversampling_factor
         orchestrator.max_off_policy_steps orchestrator.trajectory_strategy orchestrator.max_concurrent

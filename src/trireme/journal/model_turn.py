@@ -71,6 +71,7 @@ class Turn(msgspec.Struct, omit_defaults=True):
     prompt: str = ""  # `prompt_digest`
     routes_shape: tuple[int, ...] = ()  # shape of `routes`, which are flat on disk
     num_computed: int | None = None  # tokens that the engine computed for it, prompt included; None if it did not say
+    oldest: int | None = None  # oldest version that its tokens attended to; None: each to its own and later ones
 
     @property
     def spoken(self) -> list[int]:

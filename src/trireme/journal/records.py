@@ -102,8 +102,8 @@ class Rollout(EnvironmentResult, kw_only=True, omit_defaults=True):
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest of these; None if the policy sampled nothing."""
-        known = (each.versions[each.versions >= 0] for each in self.samples)
+        """The oldest of these, or that one of these tokens attended to; None if the policy sampled nothing."""
+        known = (each.attended[each.versions >= 0] for each in self.samples)
         return min((int(versions.min()) for versions in known if len(versions)), default=None)
 
 

@@ -14,6 +14,7 @@ from trireme.algo.staleness import lags
 from trireme.config.run import RunConfig
 from trireme.journal.records import Dropped, Outcome, Rollout, State
 from trireme.journal.targets import agent_runs, by_group, is_zero, num_sampled, num_tokens, rewards_by_agent
+from trireme.messages import Tokens
 from trireme.monitor.metrics import means
 
 Metrics = dict[str, float]
@@ -71,6 +72,7 @@ def metrics_in_parts(
         "lag/mean": float(ages.mean()),
         "lag/max": int(ages.max()),
         "lag/beyond_frac": float((ages > config.max_async_level).mean()),
+        **_cache_ages([sample for rollout in rollouts for sample in rollout.samples]),
         "tokens/completion_mean": float(np.mean(completions)),
         "tokens/completion_max": int(max(completions)),
         "tokens/total": num_tokens(rollouts),
@@ -170,6 +172,15 @@ def _computed_frac(name: str, counts: list[tuple[int, int]]) -> Metrics:
     """Return the tokens that engines computed per token that exists; nothing if no engine counts them."""
     existing = sum(each for _, each in counts)
     return {name: sum(each for each, _ in counts) / existing} if existing else {}
+
+
+def _cache_ages(samples: list[Tokens]) -> Metrics:
+    """Return by how many versions the oldest thing that a token attended to is older than the token; nothing if no
+    caches were kept."""
+    if all(sample.oldest is None for sample in samples):
+        return {}
+    ages = np.concatenate([(sample.versions - sample.attended)[sample.versions >= 0] for sample in samples])
+    return {"cache_age/mean": float(ages.mean()), "cache_age/max": int(ages.max())} if len(ages) else {}
 
 
 def _turns(name: str, rollouts: list[Rollout]) -> Metrics:

@@ -108,7 +108,7 @@ class Batcher:
         versions = (rollout.oldest_version for rollout in group.rollouts)
         oldest = min((version for version in versions if version is not None), default=step)
         if is_too_old(step, oldest, self._rules.max_lag):
-            return f"stale: version {oldest} sampled a part of it"
+            return f"stale: a part of it is of version {oldest}"
 
         # The group ended in time, so it counts for difficulty and the curriculum even if a filter drops it below.
         outcomes.append(outcome_of(group.rollouts))

@@ -152,6 +152,7 @@ class Orchestrator:
                 experts=experts_to_replay(config, tokenizer.model_config),
                 keeps_top_logprobs=config.num_top_logprobs > 0,
                 shares_prefixes=config.shares_prefixes,
+                keep_prefix_cache=config.inference.keep_prefix_cache,
             )
         )
         self.pool = pool

@@ -187,12 +187,12 @@ def _check_sources(batch: BatchReply, config: RunConfig) -> None:
 def merge_iterations(iterations: list[dict[str, float]]) -> dict[str, float]:
     """Average metrics over the optimizer steps of a batch, with three exceptions.
 
-    `mismatch_kl` is that of the first step, whose weights are those that sampled; `skipped_in_a_row` is that of the
-    last step; `skipped_update` is a count.
+    `mismatch_kl` and `mismatch_kl/cached` are those of the first step, whose weights are those that sampled;
+    `skipped_in_a_row` is that of the last step; `skipped_update` is a count.
     """
     first, last = iterations[0], iterations[-1]
     merged = {name: sum(metrics[name] for metrics in iterations) / len(iterations) for name in first}
-    merged |= {name: first[name] for name in ("mismatch_kl",) if name in first}
+    merged |= {name: first[name] for name in ("mismatch_kl", "mismatch_kl/cached") if name in first}
     merged |= {name: last[name] for name in ("skipped_in_a_row",) if name in last}
     return merged | {"skipped_update": sum(metrics["skipped_update"] for metrics in iterations)}
 
@@ -260,13 +260,18 @@ def _add_cross_entropy(terms: LossTerms, weighted: Columns | None, totals: Total
 
 
 def _mismatch(columns: Columns, step: int) -> dict[str, torch.Tensor]:
-    """Compare trainer and engine on tokens of lag 0: the weights are the same, so any difference is numeric."""
+    """Compare trainer and engine on tokens of lag 0: the weights are the same, so any difference is numeric, or comes
+    from caches that older weights have computed."""
     fresh = columns.mask & (columns.versions == step)
+    cached = torch.zeros_like(fresh) if columns.oldest is None else fresh & (columns.oldest < step)
     difference = torch.where(fresh, columns.logprobs.detach() - columns.behaviour, 0.0)
+    mismatch = kl_estimate(difference)
     return {
         "entropy_sum": torch.where(columns.mask, columns.entropies.detach(), 0.0).sum(),
-        "fresh_tokens": fresh.sum(),
-        "mismatch_sum": kl_estimate(difference).sum(),
+        "fresh_tokens": (fresh & ~cached).sum(),
+        "mismatch_sum": torch.where(cached, 0.0, mismatch).sum(),
+        "cached_tokens": cached.sum(),
+        "cached_mismatch_sum": torch.where(cached, mismatch, 0.0).sum(),
     }
 
 
@@ -274,6 +279,7 @@ def _means(sums: dict[str, float], loss_tokens: int, ce_tokens: int = 0) -> dict
     # These sums have divisors of their own, or none; all others are divided by the batch's loss tokens.
     of_weighted = {"ce/loss": sums.pop("ce/loss"), "ce/nll": sums.pop("ce/nll") / ce_tokens} if ce_tokens else {}
     fresh, mismatch, loss = sums.pop("fresh_tokens"), sums.pop("mismatch_sum"), sums.pop("loss")
+    cached, cached_mismatch = sums.pop("cached_tokens"), sums.pop("cached_mismatch_sum")
     weights, squared_weights = sums.pop("weights", 0.0), sums.pop("squared_weights", 0.0)
     of_sources = {name: sums.pop(name) for name in [*sums] if OF in name}
     means = {name: total / max(1, loss_tokens) for name, total in sums.items()} | _means_of_sources(of_sources)
@@ -287,6 +293,8 @@ def _means(sums: dict[str, float], loss_tokens: int, ce_tokens: int = 0) -> dict
         means["ess"] = effective_share(weights, squared_weights, loss_tokens)
     if fresh:
         means["mismatch_kl"] = mismatch / fresh
+    if cached:
+        means["mismatch_kl/cached"] = cached_mismatch / cached
     return means
 
 

@@ -2,6 +2,8 @@
 
 import re
 from contextlib import suppress
+from threading import Thread
+from time import sleep
 from typing import Any
 
 import httpx
@@ -90,3 +92,31 @@ def test_a_client_that_hangs_up_ends_its_request_in_the_engine(engine):
 def num_finished(engine: SharedEngine) -> float:
     text = httpx.get(f"http://127.0.0.1:{engine.port}/metrics", timeout=60, trust_env=False).text
     return sum(map(float, re.findall(r"^vllm:request_success_total\{[^}]*\} (\S+)$", text, re.MULTILINE)))
+
+
+def post(engine: SharedEngine, route: str, **body: Any) -> None:
+    httpx.post(f"http://127.0.0.1:{engine.port}/{route}", json=body, timeout=60, trust_env=False).raise_for_status()
+
+
+def metric(engine: SharedEngine, name: str) -> float:
+    text = httpx.get(f"http://127.0.0.1:{engine.port}/metrics", trust_env=False).text
+    return float(re.search(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)[1])
+
+
+@pytest.mark.parametrize(("route", "again"), [("pause?mode=keep&clear_cache=false", 0), ("pause?mode=keep", 1)])
+def test_a_request_under_way_goes_on_without_computing_again_if_caches_are_kept(engine, route, again):
+    before, sampled = metric(engine, "num_preemptions_total"), metric(engine, "generation_tokens_total")
+    found: list[httpx.Response] = []
+    sampling = GREEDY | {"ignore_eos": True, "max_tokens": 80}
+    long = Thread(target=lambda: found.append(ask(engine, token_ids=[9] * 40, sampling_params=sampling)))
+    long.start()
+    while long.is_alive() and metric(engine, "generation_tokens_total") == sampled:
+        sleep(0.01)
+    post(engine, route)
+    post(engine, "update_weight_version", new_version=f"after {again}")
+    post(engine, "resume")
+    long.join()
+    spans = found[0].json()["choices"][0]["weight_versions"]
+    assert spans[-1]["end"] == 80
+    assert [span["version"] for span in spans][1:] == [f"after {again}"]
+    assert metric(engine, "num_preemptions_total") - before == again

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from support.engines.fake_engine import FakeEngine, WeightWire, open_fake_engine
 from trireme.base.waiting import Waits
+from trireme.config.inference import KeepPrefixCache
 from trireme.orchestrator.engines.affinity import BLOCK, Affinity, Place, prefix_hashes
 from trireme.orchestrator.engines.engine import Engine
 from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
@@ -24,12 +25,15 @@ SAMPLING = {"max_tokens": 40}
 
 
 @asynccontextmanager
-async def opened(**knobs: Any) -> AsyncIterator[tuple[InferencePool, list[FakeEngine]]]:
+async def opened(
+    kept: KeepPrefixCache = "never", **knobs: Any
+) -> AsyncIterator[tuple[InferencePool, list[FakeEngine]]]:
     limits = {"max_model_len": 4096, "timeout_s": 20.0, "max_concurrent": 64}
     async with asyncio.timeout(60), AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(open_fake_engine(WeightWire(), **SAYS | knobs)) for _ in range(2)]
         urls = [fake.url for fake in fakes]
         pool = await stack.enter_async_context(open_inference_pool(urls, waits=Waits("test"), **limits))
+        pool.keep_prefix_cache = kept
         pool.affinity.request_s, pool.affinity.measure = 1e-4, lambda *_, **__: None  # one request: as one token
         for engine, fake in zip(pool.engines, fakes, strict=True):
             engine.num_cores = fake.num_cores
@@ -40,10 +44,11 @@ async def opened(**knobs: Any) -> AsyncIterator[tuple[InferencePool, list[FakeEn
 async def update(pool: InferencePool, engine: Engine, version: int) -> None:
     """As an update does, without tensors."""
     pool.quarantine(engine)
-    await engine.post("pause?mode=keep")
+    keeps = version > 0 and pool.keep_prefix_cache != "never"
+    await engine.post("pause?mode=keep" + "&clear_cache=false" * keeps)
     await engine.post("update_weight_version", {"new_version": str(version)})
     await engine.post("resume")
-    pool.go_live(engine, version)
+    pool.go_live(engine, version, keeps_caches=keeps)
 
 
 @pytest.mark.parametrize("num_cores", [1, 2])
@@ -127,6 +132,52 @@ def test_what_an_update_makes_an_engine_compute_again_is_counted():
             assert turn.num_computed == 100 + 40 + 100 + place == fakes[0].num_computed
 
     asyncio.run(main())
+
+
+Recorded = list[tuple[tuple[int, ...], int | None, int]]
+"""Of each turn: its prompt, what the conversation had attended to before it, and what is recorded for it."""
+
+
+async def converse_over_updates(kept: KeepPrefixCache) -> tuple[list[FakeEngine], Recorded, list[tuple[int, int]]]:
+    """Also returns of each conversation the tokens computed for it, and its length."""
+    recorded: Recorded = []
+
+    async def converse(pool: InferencePool, number: int) -> tuple[int, int]:
+        ids, rng, computed, since = [number // 4, *PROMPT], random.Random(number), 0, None
+        for _ in range(6):
+            turn = await pool.generate(ids, SAMPLING, since=since)
+            computed += turn.num_computed
+            recorded.append((tuple(ids), since, turn.oldest))
+            since = min(turn.oldest, turn.oldest if since is None else since)
+            ids += [*turn.ids, *(rng.randrange(20, 40) for _ in range(40))]
+            await asyncio.sleep(0.05 * rng.random())
+        return computed, len(ids) - 40
+
+    async with opened(kept, token_s=0.001) as (pool, fakes):
+        talking = asyncio.gather(*(converse(pool, number) for number in range(8)))
+        version = 0
+        while not talking.done():
+            version += 1
+            for engine in pool.engines:
+                await update(pool, engine, version)
+            await asyncio.sleep(0.1)
+        assert version > 2
+        return fakes, recorded, await talking
+
+
+@pytest.mark.parametrize("kept", ["running", "always"])
+def test_oldest_version_attended_to_is_what_the_engines_count(kept):
+    fakes, recorded, conversations = asyncio.run(converse_over_updates(kept))
+    counted = {tuple(asked.ids): asked for fake in fakes for asked in fake.requests if asked.oldest}
+    exact = [(oldest, counted[ids].oldest) for ids, _, oldest in recorded if not counted[ids].met]
+    assert all({oldest} == set(known) for oldest, known in exact)
+    assert exact
+    # a request that an update met on its way may have begun by either version
+    assert all(oldest <= min(counted[ids].oldest) for ids, _, oldest in recorded)
+    assert all(since <= oldest for _, since, oldest in recorded if since is not None)
+    # with "always" hardly any block is computed twice
+    assert all(computed < length + 6 * BLOCK for computed, length in conversations) == (kept == "always")
+    assert any(since == oldest for _, since, oldest in recorded if since is not None) or kept == "running"
 
 
 @given(st.floats(0, 0.01), st.floats(0.002, 0.02), st.floats(1e-6, 1e-3), st.lists(st.integers(1, 500), min_size=60))

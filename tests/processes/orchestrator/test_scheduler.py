@@ -92,7 +92,7 @@ def test_synchronous_batch_is_sampled_by_a_single_version(tmp_path):
 
     engine = {"mangle": sample_one_turn_of_the_second_batch_with_the_version_before, "probe_s": 0.05}
     outcome = run(build_config(tmp_path, max_async_level=0), engine=engine, meanwhile=meanwhile)
-    records = whole_batches_of(outcome, reasons=("stale: version 0 sampled a part of it",))
+    records = whole_batches_of(outcome, reasons=("stale: a part of it is of version 0",))
     assert [len(record.dropped) for record in records] == [0, 4, 0]
     assert [set(versions_in(record)) for record in records] == [{0}, {1}, {2}]
     assert live_at_request == [(0, 0)] * 8 + [(1, 1)] * 12 + [(2, 2)] * 8

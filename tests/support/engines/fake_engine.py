@@ -70,6 +70,9 @@ class Asked:
     end: int  # the end-of-turn token
     pictures: tuple[Picture, ...] = ()  # in `ids`
     core: int = 0  # of the engine
+    salt: str = ""
+    oldest: list[int] = field(default_factory=list)  # version that computed anything each token attended to
+    met: int = 0  # updates that came meanwhile
 
 
 @dataclass
@@ -113,7 +116,9 @@ class FakeEngine:
         self.running = asyncio.Event()
         self.running.set()
         self._at_once = 0
-        self._known: set[tuple[int, int]] = set()  # cores, and beginnings that their caches hold
+        # by core, salt and beginning: the oldest version that has computed a part of this beginning in a cache
+        self._known: dict[tuple[int, str, int], int] = {}
+        self._num_cleared = 0
         self._prefilling = asyncio.Lock()
         self._epoch = ""
         self._announced: asyncio.Task[dict[str, str]] | None = None
@@ -155,7 +160,8 @@ class FakeEngine:
             return await self._probe(body | {"core": core})
         number, (ids, pictures) = len(self.requests), self._expand(body)
         rng = random.Random(str((sampling.get("seed", number), ids, self.version)))
-        asked = Asked(number, ids, sampling, self.version, rng, self.end, tuple(pictures), core)
+        of = {"pictures": tuple(pictures), "core": core, "salt": body.get("cache_salt", "")}
+        asked = Asked(number, ids, sampling, self.version, rng, self.end, **of)
         self.requests.append(asked)
         if self.drop_next > 0:
             self.drop_next -= 1
@@ -182,7 +188,9 @@ class FakeEngine:
     async def _sample(self, asked: Asked) -> dict[str, Any]:
         if self.delay is not None:
             await self.delay(asked)
-        num_cached = self._recall(asked.core, asked.ids)
+        await self.running.wait()
+        begun, cleared = self.version, self._num_cleared
+        num_cached, oldest = self._recall(asked, asked.ids, begun)
         if self.prefill_s:
             async with self._prefilling:
                 await asyncio.sleep(self.prefill_s * (len(asked.ids) - num_cached))
@@ -193,12 +201,16 @@ class FakeEngine:
             if self.token_s:
                 await asyncio.sleep(self.token_s)
             await self.running.wait()
+            if cleared != self._num_cleared:  # whatever was computed before is forgotten
+                self.num_computed += len(asked.ids) + place if spans else 0
+                cleared, oldest = self._num_cleared, self.version
             if not spans or spans[-1]["version"] != self.version_name:
-                # whatever was computed before is forgotten
-                self.num_computed += len(asked.ids) + place if spans else len(asked.ids) - num_cached
+                self.num_computed += 0 if spans else len(asked.ids) - num_cached
+                asked.met += bool(spans) or self.version != begun
                 spans.append({"version": self.version_name, "start": place, "end": place})
             spans[-1]["end"] = place + 1
             self.num_computed += 1
+            asked.oldest.append(oldest)
             logprobs.append({"logprob": logprob_of(token, place, self.version), "token": str(token)})
         choice = {
             "index": 0, "token_ids": ids, "finish_reason": "stop" if ids and ids[-1] == self.end else "length",
@@ -208,18 +220,22 @@ class FakeEngine:
             choice["routed_experts"] = self.routes(asked, ids)
         answer = {"request_id": str(asked.number), "choices": [choice], "prompt_logprobs": None}
         if self.block:
-            self._recall(asked.core, asked.ids + ids)
+            self._recall(asked, asked.ids + ids, oldest)
             answer["usage"] = {"prompt_tokens_details": {"cached_tokens": num_cached}}
             answer["prefill_s"] = self.prefill_s * (len(asked.ids) - num_cached)
         return answer | ({"prompt_token_ids": asked.ids} if asked.pictures else {})
 
-    def _recall(self, core: int, ids: list[int]) -> int:
-        """How many tokens of a prompt, in whole blocks, are known; as vLLM, never all. From now on the others are."""
+    def _recall(self, asked: Asked, ids: list[int], oldest: int) -> tuple[int, int]:
+        """How many tokens of a prompt, in whole blocks, are known; as vLLM, never all. From now on the others are.
+
+        Also the oldest version that computed any of them, or of the others, which `oldest` computes.
+        """
         ends = range(self.block, len(ids), self.block) if self.block else ()
-        beginnings = [(core, hash(tuple(ids[:end]))) for end in ends]
+        beginnings = [(asked.core, asked.salt, hash(tuple(ids[:end]))) for end in ends]
         known = next((i for i, each in enumerate(beginnings) if each not in self._known), len(beginnings))
-        self._known.update(beginnings)
-        return known * self.block
+        oldest = min([oldest, *(self._known[each] for each in beginnings[:known])])
+        self._known.update(dict.fromkeys(beginnings[known:], oldest))
+        return known * self.block, oldest
 
     async def _probe(self, body: dict) -> web.Response:
         ids, error = body["token_ids"], self.probe_error if body["core"] == self.num_cores - 1 else 0.0
@@ -237,7 +253,7 @@ class FakeEngine:
         route = request.path.strip("/")
         if (handler := getattr(self, f"_{route}", None)) is None:
             return web.Response(status=404)
-        body = await request.json() if request.can_read_body else {}
+        body = (await request.json() if request.can_read_body else {}) | dict(request.query)
         if route != "collective_rpc":
             self.calls.append(route)
         if route == self.failing_route:
@@ -261,7 +277,9 @@ class FakeEngine:
 
     async def _pause(self, body: dict) -> None:
         self.running.clear()
-        self._known.clear()
+        if body.get("clear_cache") != "false":
+            self._known.clear()
+            self._num_cleared += 1
 
     async def _resume(self, body: dict) -> None:
         self.running.set()

@@ -204,12 +204,23 @@ class WrittenRun:
         versions = sorted(self._random.randrange(oldest, newest + 1) for _ in range(sampled))
         if newest:  # a version that batches are trained by exists by now
             versions = [min(version, newest - bool(self.config.max_async_level)) for version in versions]
+        if self.config.inference.keep_prefix_cache != "never":
+            return _with_cache(versions[0], versions[-1])
         return build_tokens(
             ids=[self._random.randrange(50) for _ in range(given + sampled)], loss_mask=[0] * given + [1] * sampled,
             logprobs=[0.0] * given + [-self._random.random() for _ in range(sampled)],
             advantages=[0.0] * (given + sampled), versions=[-1] * given + versions,
             ce_weights=np.float32([0.5] * given + [0.0] * sampled) if self.config.orchestrator.echo else None,
         )  # fmt: skip
+
+
+def _with_cache(first: int, second: int) -> Tokens:
+    """Two turns, of which the later one read what the earlier one had computed."""
+    return build_tokens(
+        ids=range(7), loss_mask=[0, 0, 1, 1, 0, 1, 1], logprobs=[0.0, 0.0, -0.1, -0.2, 0.0, -0.3, -0.4],
+        advantages=[0.0] * 7, versions=[-1, -1, first, first, -1, second, second],
+        oldest=np.int32([-1, -1, first, first, -1, first, first]),
+    )  # fmt: skip
 
 
 def take_fresh(buffer: Buffer) -> OpenGroup | None:

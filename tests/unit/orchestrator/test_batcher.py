@@ -23,7 +23,7 @@ REASONS = {
     "flat": "no signal: all rewards of the group are equal",
     "nearly flat": "little signal: the rewards of the group vary by 0.000556",
     "truncated": "truncated: rollout 1 of its group",
-    "stale": f"stale: version {STEP - ALLOWED - 1} sampled a part of it",
+    "stale": f"stale: a part of it is of version {STEP - ALLOWED - 1}",
     "given up": "group given up: rollout 1 failed 3 times",
 }
 """Why a group loses its place in a run that drops for all of them."""

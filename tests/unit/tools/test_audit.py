@@ -18,6 +18,7 @@ from support.runs.planted_faults import (
     FAULTS,
     RICH_FAULTS,
     Fault,
+    change,
     change_column,
     change_lines,
     flip_last,
@@ -316,6 +317,27 @@ def test_a_fault_is_found_and_named_first(written, tmp_path, name):
     assert all((first.expected, first.meaning))
 
 
+@pytest.mark.parametrize(
+    ("kept", "fault", "words"),
+    [
+        ("running", change_column("oldest", lambda version: version - 1), "keep_prefix_cache = .running"),
+        ("always", change_column("oldest", lambda version: version - 1), "keep_prefix_cache = .always"),
+        ("always", change_column("oldest", 3), "at most its version"),
+        ("running", change_column("oldest", 0, place=0), "at least 1, by max_off_policy_steps"),
+        ("never", change(3, "rollouts.4.samples.0", lambda sample: msgspec.structs.replace(
+            sample, oldest=np.where(sample.versions < 0, -1, sample.versions - 1).astype(np.int32)
+        )), "keep_prefix_cache = .never"),
+    ],
+)  # fmt: skip
+def test_a_cache_older_than_the_run_allows_is_found(tmp_path, kept, fault, words):
+    config = write_whole_run(tmp_path, inference={"keep_prefix_cache": kept})
+    assert_holds(config.paths.root)
+    fault(config)
+    found = audit_run(config.paths.root).in_order()
+    assert {one.step for one in found} == {3}
+    assert any(re.search(words, one.expected) for one in found), found
+
+
 def test_audit_does_not_repeat_a_fault_in_later_batches(tmp_path, rich_config):
     config = write_whole_run(tmp_path / "long", batches=10)
     in_rich_batch = ("a score is another", "a running mean is another", "a step's reward is of no token")
@@ -346,7 +368,13 @@ LEFT_TO_OTHERS = {
     *("difference", "kept", "routed", "top_logprobs", "restrained", "example_id"),
 }
 """What nothing else on disk repeats (a replay of the run sees ids, logprobs and routes), or what decides nothing."""
-INSTEAD_OF_NONE = {"masked": "truncated", "stage_reward": 0.5, "num_sampled": 1_000_000, "num_tokens": 1_000_000}
+INSTEAD_OF_NONE: dict[str, Any] = {
+    "masked": "truncated",
+    "stage_reward": 0.5,
+    "num_sampled": 1_000_000,
+    "num_tokens": 1_000_000,
+    "oldest": np.int32([0]),
+}
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple]:

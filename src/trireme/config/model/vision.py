@@ -61,6 +61,11 @@ def picture_run_problems(config: RunConfig) -> Iterator[str]:
             "does, and is given its own. Remove the line; how large pictures are read belongs in a copy of the model's "
             "preprocessor_config.json."
         )
+    if (kept := config.inference.keep_prefix_cache) != "never":
+        yield (
+            f'inference.keep_prefix_cache = "{kept}" with `[model.vlm]` - expected "never", as what vLLM has computed '
+            "of a picture would outlive the weights that computed it. Remove it."
+        )
     if any(own.echo for own in (config.orchestrator, *config.orchestrator.sources.values())):
         yield "`[orchestrator.echo]` with `[model.vlm]` - expected none, as pictures have no text to weigh. Remove it."
     if any(own.teacher for own in (config.orchestrator, *config.orchestrator.sources.values())):

@@ -1,8 +1,8 @@
 """Choose the engine that will answer a request soonest, by what its prefix cache holds and by its load.
 
-An engine keeps what it has computed of a conversation until its weights change. A prompt that begins in the same way is
-computed only from there on, if it goes to the same engine (and the same core: each data-parallel replica has a cache of
-its own). A request goes to the core with the least
+An engine keeps what it has computed of a conversation until its caches are emptied. A prompt that begins in the same
+way is computed only from there on, if it goes to the same engine (and the same core: each data-parallel replica has a
+cache of its own). A request goes to the core with the least
 
     requests in flight * seconds per request + tokens of the prompt that it has not computed * seconds per token
 
@@ -15,10 +15,10 @@ members of a group share a long prompt but are spread if it is short. Both facto
 - seconds per token: the slope of the time until the first token over the tokens computed for it, as engines report it.
 
 What a core holds is recorded at the end of each prompt and each turn, in whole blocks of 32 tokens. The record names
-the engine's process and its weights' version: a restart or an update invalidates it. What an engine evicts is not
-known. So a record counts as much as records of late were confirmed by the cached tokens that engines reported: an
-engine that caches nothing is chosen by its load alone. One that is not live is not among those to choose from, so that
-its conversations move.
+the engine's process and the salt of the cache, a version of the weights: a restart invalidates it, and an update too
+unless caches are kept (`inference.keep_prefix_cache`). What an engine evicts is not known. So a record counts as much
+as records of late were confirmed by the cached tokens that engines reported: an engine that caches nothing is chosen by
+its load alone. One that is not live is not among those to choose from, so that its conversations move.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ MOST_PREFIXES = 1 << 16  # the ends of prompts and turns that are remembered, th
 NEWEST = 0.01  # weight of a new measurement in the running means
 LEAST = 0.1  # part of an equal share that one request more costs at least, so that requests never pile up
 
-Cache = tuple[str, int, int, int | None]
-"""Contents of a prefix cache: address and core, process and version of the weights."""
+Cache = tuple[str, int, int, int]
+"""Contents of a prefix cache: address and core, process and salt.
+
+A request of salt v reads only what others of salt v have left. It is sent when the engine has version v or a later one,
+so nothing that it reads is older than v.
+"""
 
 
 class Place(NamedTuple):
@@ -48,14 +52,17 @@ class Place(NamedTuple):
     engine: Engine
     core: int
     num_held: int = 0  # tokens of the prompt that its cache is taken to hold
+    salt: int = 0  # of that cache: a version that the engine has, or has had
 
     @property
     def load(self) -> int:
         return self.engine.in_flight_by_core[self.core]
 
 
-def cache_of(engine: Engine, core: int) -> Cache:
-    return engine.url, core, engine.life, engine.version
+def oldest_readable(engine: Engine, since: int | None) -> int:
+    """Return the oldest salt under which an engine may look for the beginning of a prompt, see `Affinity.choose`."""
+    version = engine.version or 0
+    return version if since is None else max(engine.cached_since, min(since, version))
 
 
 def prefix_hashes(ids: list[int], earlier: list[int] | None = None) -> list[int]:
@@ -86,31 +93,35 @@ class Affinity:
     _sampling: tuple[float, ...] = (0.0,) * 5
     _prefill: tuple[float, float] = (0.0, 0.0)  # running means: seconds times tokens, tokens squared
 
-    def choose(self, engines: list[Engine], hashes: Sequence[int], num_tokens: int) -> Place:
+    def choose(self, engines: list[Engine], hashes: Sequence[int], num_tokens: int, since: int | None = None) -> Place:
         """Return the core that will answer a prompt first. Equal ones are taken in their order.
 
         Args:
             hashes: `prefix_hashes` of the prompt; empty if engines may not use their caches for it.
             num_tokens: tokens of the prompt.
+            since: the oldest version whose caches the prompt may read; None: only those of the engine's own version.
         """
-        if len(engines) == 1 and engines[0].num_cores == 1:
-            return Place(engines[0], 0)
+        if since is None and len(engines) == 1 and engines[0].num_cores == 1:
+            return Place(engines[0], 0, salt=engines[0].version or 0)
 
-        # The longest prefix that each cache holds.
-        held: dict[Cache, int] = {}
+        # The longest prefix that each core holds, of those that may be read, with its salt.
+        readable = {each.url: (each.life, oldest_readable(each, since), each.version or 0) for each in engines}
+        held: dict[tuple[str, int], tuple[int, int]] = {}
         for number in range(len(hashes), 0, -1):
-            for cache in self._caches.get(hashes[number - 1], ()):
-                held.setdefault(cache, number * BLOCK)
+            for url, core, life, salt in self._caches.get(hashes[number - 1], ()):
+                now, oldest, newest = readable.get(url, (-1, 0, 0))
+                if life == now and oldest <= salt <= newest:
+                    held.setdefault((url, core), (number * BLOCK, salt))
 
         # The wait at each of them, less what it has computed already.
         best, least_s = None, math.inf
         for engine in engines:
             for core in range(engine.num_cores):
-                num_held = held.get(cache_of(engine, core), 0) if held else 0
+                num_held, salt = held.get((engine.url, core), (0, engine.version or 0))
                 to_compute = num_tokens - self.hit_frac * num_held
                 seconds = engine.in_flight_by_core[core] * self.request_s + to_compute * self.token_s
                 if best is None or seconds < least_s:
-                    best, least_s = Place(engine, core, num_held), seconds
+                    best, least_s = Place(engine, core, num_held, salt), seconds
         assert best is not None, "no engine to choose from"
         return best
 
@@ -123,7 +134,7 @@ class Affinity:
         """Note that a core holds a prefix, or will once it has computed what is under way."""
         if not hashes:
             return
-        cache = cache_of(place.engine, place.core)
+        cache = (place.engine.url, place.core, place.engine.life, place.salt)
         others = (each for each in self._caches.pop(hashes[-1], ()) if each[:2] != cache[:2])
         self._caches[hashes[-1]] = (*others, cache)
         if len(self._caches) > MOST_PREFIXES:
@@ -149,10 +160,13 @@ class Affinity:
             seconds: until the whole answer.
             load: requests that shared the core when the prompt was sent.
         """
-        # An update in the middle makes the engine compute everything again, which its cache then holds.
-        if hashes and turn.versions and turn.versions[-1] == (place.engine.version or 0):
-            self.record(place, hashes)
-            self.record(place, prefix_hashes(ids + turn.ids, hashes))
+        # An update in the middle that empties the caches makes the engine compute everything again.
+        version = place.engine.version or 0
+        is_kept = place.salt >= place.engine.cached_since
+        if hashes and turn.versions and (is_kept or turn.versions[-1] == version):
+            holding = place if is_kept else place._replace(salt=version)
+            self.record(holding, hashes)
+            self.record(holding, prefix_hashes(ids + turn.ids, hashes))
         if turn.versions and turn.versions[0] == turn.versions[-1]:
             load = max(load, place.load + 1)
             self.measure(place, len(ids), len(turn.ids), response, seconds=seconds, load=load)

@@ -96,6 +96,7 @@ class Engine:
     session: aiohttp.ClientSession
     state: Literal["starting", "quarantined", "live"] = "starting"
     version: int | None = None  # the version that it has confirmed
+    cached_since: int = 0  # the version at which its caches were emptied last
     num_workers: int = 1  # ranks in the weight group
     num_cores: int = 1  # engine cores, one for each data-parallel replica, each with its share of the workers
     in_flight: int = 0

@@ -43,6 +43,7 @@ def read_turn(
     num_computed: int = 0,
     num_prompt: int = 0,
     num_cached: int | None = None,
+    cached_since: int = 0,
 ) -> Turn:
     """Build a turn from an answer that was checked.
 
@@ -54,6 +55,7 @@ def read_turn(
         num_computed: tokens of the prompt for which it has to.
         num_prompt: tokens of the prompt.
         num_cached: of them, tokens that the engine found in its prefix cache; None if it does not say.
+        cached_since: version at which the engine's caches were emptied last.
 
     Raises:
         BadAnswer: what the engine reports makes no sense.
@@ -71,9 +73,9 @@ def read_turn(
 
     routes = routes_of(choice, num_prompt=num_computed, shape=experts) if experts else None
 
-    # An update empties the cache, so the engine computes again what it had read and sampled. It does so too if it
-    # has to make room for other requests, which no answer tells.
-    cuts = [span.start for span in spans if 0 < span.start < span.end]
+    # An update that empties the caches makes the engine compute again what it had read and sampled. It does so too if
+    # it has to make room for other requests, which no answer tells.
+    cuts = [span.start for span in spans if 0 < span.start < span.end and int(span.version) <= cached_since]
     again = sum(num_prompt + start for start in cuts)
     computed = None if num_cached is None else max(0, num_prompt - num_cached) + len(choice.token_ids) + again
     return Turn(

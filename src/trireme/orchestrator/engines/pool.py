@@ -28,6 +28,7 @@ from trireme.algo.pictures import collapse
 from trireme.base.errors import DeadlineExceeded, EngineRefused, PeerDied, message_of
 from trireme.base.log import get_logger
 from trireme.base.waiting import Waits
+from trireme.config.inference import KeepPrefixCache
 from trireme.config.sampling import is_cut
 from trireme.journal.model_turn import Turn
 from trireme.messages import Picture
@@ -91,6 +92,7 @@ class InferencePool:
     experts: ExpertShape | None = None  # sizes of the model, if engines report which experts they use (router replay)
     keeps_top_logprobs: bool = False  # turns have the logprobs of the likeliest tokens, for the loss
     shares_prefixes: bool = True  # engines may reuse a prompt's beginning from an earlier request
+    keep_prefix_cache: KeepPrefixCache = "never"  # caches that outlive an update
     affinity: Affinity = field(default_factory=Affinity)
     # called when the state of an engine, or whether it has (few) requests, changes
     watch: Callable[[Engine], None] = lambda engine: None
@@ -113,6 +115,7 @@ class InferencePool:
         pictures: Sequence[Picture] = (),
         content_parts: Sequence[dict[str, str]] = (),
         routes_from: int | None = None,
+        since: int | None = None,
     ) -> Turn:
         """Generate one turn with the live engine that will answer it soonest (`affinity`).
 
@@ -121,6 +124,7 @@ class InferencePool:
             content_parts: the pictures themselves, in the same order, as vLLM's route takes them.
             routes_from: with router replay, the first token of the prompt whose experts the engine has to report;
                 it reports none if this is None.
+            since: the oldest version that the conversation has attended to; None if this is its first turn.
 
         Raises:
             PromptTooLong: `ids` fills the context.
@@ -147,17 +151,20 @@ class InferencePool:
         if not self.shares_prefixes:
             request["cache_salt"] = uuid.uuid4().hex
 
-        body = msgspec.json.encode(request)
         max_bytes = largest_answer(
             num_prompt=len(ids), max_tokens=max_tokens, num_kept=params["logprobs"], experts=self.experts
         )
 
-        # With one core there is nothing to choose.
-        has_choice = len(self.engines) != 1 or self.engines[0].num_cores > 1
+        # With one core there is nothing to choose, except which of its caches to read.
+        keeps, reads_older = self.keep_prefix_cache != "never", self.keep_prefix_cache == "always"
+        has_choice = reads_older or len(self.engines) != 1 or self.engines[0].num_cores > 1
         hashes = prefix_hashes(ids) if self.shares_prefixes and has_choice else []
 
         async def ask(place: Place) -> Turn:
-            engine, life = place.engine, place.engine.life
+            engine, life, version = place.engine, place.engine.life, place.engine.version or 0
+            if keeps and self.shares_prefixes:
+                request["cache_salt"] = str(place.salt)
+            body = msgspec.json.encode(request)
             began, load = time.monotonic(), self.affinity.send(place, hashes) if has_choice else 1
             response = await self.post_generate(engine, body, max_bytes=max_bytes, core=place.core)
             seconds = time.monotonic() - began
@@ -181,7 +188,13 @@ class InferencePool:
                 num_computed=len(ids) - (routes_from or 0),
                 num_prompt=len(ids),
                 num_cached=response.num_cached,
+                cached_since=engine.cached_since,
             )
+
+            # What the request read, and what it computed itself: its prompt, perhaps before an update, and its tokens.
+            if keeps:
+                read = [] if response.num_cached == 0 else [place.salt]
+                turn.oldest = min(version, *turn.versions[:1], *read)
 
             if response.num_cached is not None:
                 engine.num_prompt += len(ids)
@@ -191,7 +204,7 @@ class InferencePool:
             return turn
 
         async with self.slots:
-            turn = await self._retry(ask, hashes, len(ids))
+            turn = await self._retry(ask, hashes, len(ids), since if reads_older else None)
 
         # vLLM says `length` for both limits.
         if turn.finish_reason == "length" and len(turn.ids) >= max_tokens:
@@ -251,7 +264,11 @@ class InferencePool:
             raise PeerDied(f"{engine.url} did not answer the probe: {message_of(error)}") from error
 
     async def _retry(
-        self, ask: Callable[[Place], Awaitable[Answer]], hashes: Sequence[int] = (), num_tokens: int = 0
+        self,
+        ask: Callable[[Place], Awaitable[Answer]],
+        hashes: Sequence[int] = (),
+        num_tokens: int = 0,
+        since: int | None = None,
     ) -> Answer:
         """Ask a live engine, until one does not drop the request. `Affinity.choose` has the arguments.
 
@@ -265,7 +282,7 @@ class InferencePool:
                 self.live.clear()
                 await self.live.wait()
 
-            place = self.affinity.choose(askable, hashes, num_tokens)
+            place = self.affinity.choose(askable, hashes, num_tokens, since)
             engine = place.engine
             try:
                 return await ask(place)
@@ -361,9 +378,10 @@ class InferencePool:
 
     # changes of an engine's state
 
-    def go_live(self, engine: Engine, version: int) -> None:
-        """Send requests to an engine that has confirmed `version`."""
+    def go_live(self, engine: Engine, version: int, *, keeps_caches: bool = False) -> None:
+        """Send requests to an engine that has confirmed `version`. Its caches were emptied, unless it keeps them."""
         engine.state, engine.version = "live", version
+        engine.cached_since = engine.cached_since if keeps_caches else version
         engine.is_confirmed, engine.num_failures = True, 0
         self.is_begun = True
         self.live.set()

@@ -265,9 +265,9 @@ class SampledSession(Session):
     async def _ask_policy(self, prompt: Prompt, arguments: dict[str, Any]) -> Turn:
         # expert routes are replayed in training only, and the engine reports those that are not known yet
         routes_from = prompt.routes_from if self.trained else None
-        shown: dict[str, Any] = {}
+        shown: dict[str, Any] = {} if prompt.since is None else {"since": prompt.since}
         if prompt.pictures and (pictures := self.runner.pictures):
-            shown = {"pictures": prompt.pictures, "content_parts": await pictures.content_parts(prompt.pictures)}
+            shown |= {"pictures": prompt.pictures, "content_parts": await pictures.content_parts(prompt.pictures)}
         return await self.runner.pool.generate(prompt.ids, arguments, routes_from=routes_from, **shown)
 
     def close(self) -> None:

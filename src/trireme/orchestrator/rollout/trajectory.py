@@ -50,6 +50,8 @@ class _Sample:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    oldest: list[int] = field(default_factory=list)  # oldest version that each attended to
+    has_oldest: bool = False  # some engine kept caches, so that `oldest` may differ from `versions`
     kept: list[Sequence[int]] = field(default_factory=list)  # tokens that each was chosen from; empty: all
     top: list[dict[int, float]] = field(default_factory=list)  # likeliest tokens at each place, if the loss needs them
     ce_weights: list[float] = field(default_factory=list)
@@ -67,6 +69,7 @@ class _Sample:
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
+        self.oldest += [-1] * len(ids)
         self.kept += [()] * len(ids)
         self.top += [{}] * len(ids)
         self.ce_weights += ce_weights or [0.0] * len(ids)
@@ -76,6 +79,8 @@ class _Sample:
         self.mask += [1] * len(turn.ids)
         self.logprobs += turn.logprobs
         self.versions += turn.versions
+        self.oldest += turn.versions if turn.oldest is None else [turn.oldest] * len(turn.ids)
+        self.has_oldest |= turn.oldest is not None
         self.kept += turn.kept or [()] * len(turn.ids)
         self.top += turn.top_logprobs or [{}] * len(turn.ids)
         self.ce_weights += [ce_weight] * len(turn.ids)
@@ -97,6 +102,7 @@ class _Sample:
             pictures=self.pictures,
             top_logprobs=_flat(self.top) if any(self.top) else None,
             ce_weights=np.array(self.ce_weights, np.float32) if any(self.ce_weights) else None,
+            oldest=np.array(self.oldest, np.int32) if self.has_oldest else None,
         )
 
 
@@ -116,6 +122,7 @@ class _Place:
     messages: list[dict[str, Any]]  # the conversation before it
     said: Message  # the turn as the environment was shown it
     earlier: dict[int, Message]  # earlier turns of the conversation, by their place in `messages`
+    oldest: int | None = None  # oldest version that it, or an earlier turn of its sample, attended to, if known
 
     def continued_by(
         self,
@@ -166,6 +173,7 @@ class Prompt:
     rewritten: str = ""  # how the chat template changes the turn that the conversation continues; empty: it does not
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     ce_weights: Sequence[float] = ()  # weights of the tokens after `turn`; empty: none has one
+    since: int | None = None  # oldest version that the conversation has attended to; None if not known or at its begin
 
     @property
     def routes_from(self) -> int:
@@ -213,6 +221,7 @@ class Trajectory:
 
         # sampled tokens are never tokenised again: only the text after the earlier turn is new
         turn, conversation = self._find_turn(messages, tools, trace, given)
+        since = None if turn is None else turn.oldest
         if turn is not None:
             try:
                 text = self._text_after(turn, conversation, tools or None)
@@ -223,7 +232,7 @@ class Trajectory:
                 # routes are kept up to a sample's newest turn, so a branch from an earlier turn asks for all of its own
                 routes = tuple(turn.sample.routes) if turn is turn.sample.last else ()
                 pictures = (*known, *new)
-                more_of: dict[str, Any] = {"template_kwargs": given}
+                more_of: dict[str, Any] = {"template_kwargs": given, "since": since}
                 if self.echo:
                     more_of["ce_weights"] = self._weights(text, turn, conversation, tools or None)
                 return Prompt(number, past + more, conversation, tools, trace, turn, pictures, routes, **more_of)
@@ -239,9 +248,8 @@ class Trajectory:
             text = self.tokenizer.render(messages, tools=tools, generate=True, template_kwargs=given)
             ids = self.tokenizer.encode(text, self.max_model_len)
         ids, shown = self._expand(ids, messages, 0)
-        return Prompt(
-            number, ids, messages, tools, trace, None, tuple(shown), rewritten=rewritten, template_kwargs=given
-        )
+        more_of = {"template_kwargs": given, "since": since}
+        return Prompt(number, ids, messages, tools, trace, None, tuple(shown), rewritten=rewritten, **more_of)
 
     def _expand(self, ids: list[int], messages: list[dict[str, Any]], begin: int) -> tuple[list[int], list[Picture]]:
         """Return a part of a prompt with all tokens of its pictures, and their places in the prompt.
@@ -338,7 +346,10 @@ class Trajectory:
         # routes of a prompt are reported only from `routes_from` on, so those from before are put in front
         if turn.routes is not None:
             sample.routes = [*prompt.routes, turn.routes]
-        sample.last = _Place(sample, begin, sample.length, prompt.messages, turn.message, said_before)
+        oldest = turn.oldest
+        if oldest is not None and earlier is not None and earlier.sample is sample and earlier.oldest is not None:
+            oldest = min(oldest, earlier.oldest)
+        sample.last = _Place(sample, begin, sample.length, prompt.messages, turn.message, said_before, oldest)
         self._turns[prompt.number] = sample.last
 
     def take_back(self, number: int) -> None:
@@ -358,7 +369,7 @@ class Trajectory:
         for earlier in (each for each in self._turns.values() if each.sample is sample):
             sample.last, end = earlier, earlier.end
         columns = (sample.ids, sample.mask, sample.logprobs, sample.versions, sample.kept, sample.top)
-        for column in (*columns, sample.ce_weights):
+        for column in (*columns, sample.ce_weights, sample.oldest):
             del column[end:]
         sample.routes = sample.routes[:-1]
         sample.pictures = [picture for picture in sample.pictures if picture.place < end]

@@ -4,7 +4,7 @@ A run's updates (`update.py`) and evaluations of checkpoints outside a run ask e
 
     join               the engine's workers connect to the sender
     receives_ahead     they take tensors in while the engine serves, if there is room for both versions
-    pausing            requests are frozen and cached prompts forgotten; inside:
+    pausing            requests are frozen and cached prompts forgotten, or kept by choice; inside:
       load               the model gets the tensors, as they arrive or as they were taken in, and reports
       name_weights       vLLM's answers name these weights from here on
     require_confirmed  every worker has the digests of the sender, and no layer kept old weights
@@ -48,8 +48,10 @@ async def receives_ahead(engine: Engine, specs: list[TensorSpec]) -> bool:
 
 
 @asynccontextmanager
-async def pausing(engine: Engine, *, timeout_s: float, is_on_cpu: bool) -> AsyncIterator[None]:
-    """Freeze the engine's requests and forget cached prompts.
+async def pausing(
+    engine: Engine, *, timeout_s: float, is_on_cpu: bool, keeps_caches: bool = False
+) -> AsyncIterator[None]:
+    """Freeze the engine's requests, and forget cached prompts unless it keeps them.
 
     vLLM answers `/pause` when its device is idle and no core computes any more. On a CPU an engine of one core computes
     nothing between two iterations, so there it is enough that `/is_paused` says so, which is 20 ms earlier.
@@ -57,7 +59,7 @@ async def pausing(engine: Engine, *, timeout_s: float, is_on_cpu: bool) -> Async
     Raises: PeerDied if the engine does not pause.
     """
     # vLLM answers late. Polling may show earlier that requests are frozen.
-    pause = asyncio.create_task(engine.post("pause?mode=keep"))
+    pause = asyncio.create_task(engine.post("pause?mode=keep" + "&clear_cache=false" * keeps_caches))
     try:
         try:
             async with asyncio.timeout(timeout_s):

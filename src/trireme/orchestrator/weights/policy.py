@@ -150,14 +150,14 @@ class Policy:
             await asyncio.gather(writing, return_exceptions=True)
             raise
 
-    async def go_live(self, version: int, engines: list[Engine]) -> None:
+    async def go_live(self, version: int, engines: list[Engine], *, keeps_caches: bool = False) -> None:
         """Make a confirmed version live in the engines that confirmed it."""
         self.is_moving = False
-        await self._enter(version, engines)
+        await self._enter(version, engines, keeps_caches=keeps_caches)
 
-    async def _enter(self, version: int, engines: list[Engine]) -> None:
+    async def _enter(self, version: int, engines: list[Engine], *, keeps_caches: bool = False) -> None:
         for engine in engines:
-            self.pool.go_live(engine, version)
+            self.pool.go_live(engine, version, keeps_caches=keeps_caches)
         async with self._changed:
             self.version = max(self.version, version)
             self._changed.notify_all()

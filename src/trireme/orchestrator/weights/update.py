@@ -205,6 +205,7 @@ class Update:
     _targets: list[Engine] = field(default_factory=list)
     _lives: dict[str, int] = field(default_factory=dict)  # lives of the engines in the transfer's group, by address
     _joins: bool = True  # a new group is formed; otherwise that of the attempt before is used again
+    _keeps_caches: bool = False  # in the engines, of older versions
     _paused_since: dict[str, float] = field(default_factory=dict)
     _receiving: dict[str, asyncio.Task[list[WeightReport] | None]] = field(default_factory=dict)
     _reports: dict[str, list[WeightReport]] = field(default_factory=dict)  # reports after loading, by address
@@ -286,6 +287,10 @@ class Update:
         else:
             self.epoch = before.epoch
 
+        # Caches are named by versions. Another trainer, or this one after a rewind, may give a version other weights.
+        is_newer = before is not None and before.message.version < self.message.version
+        self._keeps_caches = self.pool.keep_prefix_cache != "never" and not self._joins and is_newer
+
         adapters = [spec for spec in self.message.specs if is_of_adapter(spec.name)]
         # engines that confirmed the base model in this epoch are sent the adapters alone
         self._specs = adapters if adapters and not self._joins else self.message.specs
@@ -366,7 +371,8 @@ class Update:
         self.pool.is_given(engine, self.message.version, is_paused=True)
         self.pool.quarantine(engine)
         is_on_cpu = self.message.kind == "gloo"
-        async with pausing(engine, timeout_s=self.config.timeout_s, is_on_cpu=is_on_cpu):
+        how = {"is_on_cpu": is_on_cpu, "keeps_caches": self._keeps_caches}
+        async with pausing(engine, timeout_s=self.config.timeout_s, **how):
             self._paused_since[engine.url] = time.perf_counter()
             reach("update.paused")
             if join_first is not None:
@@ -413,7 +419,7 @@ class Update:
 
         # An engine that died since then has a successor without these weights, which stays in quarantine.
         confirmed = [engine for engine in self._targets if self._is_same_process(engine)]
-        await self.policy.go_live(message.version, confirmed)
+        await self.policy.go_live(message.version, confirmed, keeps_caches=self._keeps_caches)
         receivers = sum(engine.num_workers for engine in confirmed)
         self.spent[RECEIVERS] = receivers
 

@@ -40,6 +40,8 @@ HIGHEST_LOGPROB = 1e-3
 """Above 0 only by rounding."""
 TURNS_FILE = re.compile(r"(\d+)-\d+\.\d+\.turns")
 RUNNING_MEANS = ("ema", "rae")
+LOOSER = ("never", "running", "always")
+"""Values of `inference.keep_prefix_cache`: each allows what those before it allow."""
 UNDER_WAY, DROPPED, TRAINED = "under way", "of dropped rollouts", "trained"
 
 
@@ -59,6 +61,7 @@ class TokenAudit:
         self._report = report
         self._run_code = run_code
         self._baselines: Baselines = dict(begun.baselines)
+        self._kept: dict[int, str] = {}  # `inference.keep_prefix_cache`, by batch
 
     def take(self, record: BatchRecord, rules: Rules, *, after_gap: bool) -> None:
         """Check a batch.
@@ -97,6 +100,8 @@ class TokenAudit:
             types = {name: dtype for name, (dtype, _) in COLUMNS.items()}
             if sample.ce_weights is not None:
                 types["ce_weights"] = np.dtype("float32")
+            if sample.oldest is not None:
+                types["oldest"] = np.dtype("int32")
             for name, dtype in types.items():
                 column = getattr(sample, name)
                 if column.dtype != dtype or len(column) != sample.length:
@@ -111,8 +116,8 @@ class TokenAudit:
 
         if not samples:
             return None
-        each = [({name: getattr(sample, name) for name in COLUMNS}, sample.ce_weights) for _, sample in samples]
-        return concat_tokens([Tokens(**columns, ce_weights=weights) for columns, weights in each])
+        names = (*COLUMNS, "ce_weights", "oldest")
+        return concat_tokens([Tokens(**{name: getattr(sample, name) for name in names}) for _, sample in samples])
 
     def _check_tokens(self, record: BatchRecord, tokens: Tokens, rules: Rules) -> None:
 
@@ -137,6 +142,7 @@ class TokenAudit:
             (trained & (lags < 0), "versions", f"at most {step}: a later version is trained from this very batch"),
             (trained & (lags > allowed), "versions", f"at least {step - allowed} ({why})"),
         ]
+        checks += self._checks_of_caches(record, tokens, trained, rules)
         # an engine confirms a version before it samples under it
         for version in sorted(used - self._confirmed):
             file = f"journal/version_{version:06d}.msgpack"
@@ -151,6 +157,26 @@ class TokenAudit:
             summary.lag = min(lowest, before[0]), max(highest, before[1])
         self._versions |= used
         summary.versions_used = len(self._versions)
+
+    def _checks_of_caches(
+        self, record: BatchRecord, tokens: Tokens, trained: np.ndarray, rules: Rules
+    ) -> list[tuple[np.ndarray, str, str]]:
+        """Return the rules for the oldest versions that tokens attended to, and which tokens break them."""
+        self._kept[record.step] = rules.keep_prefix_cache
+        if tokens.oldest is None or not trained.any():
+            return []
+
+        # A run that was resumed with another choice may hold turns from before: the loosest one since then counts.
+        since = int(tokens.versions[trained].min()) - 1
+        kept = max((mode for step, mode in self._kept.items() if step >= since), key=LOOSER.index)
+        floors = [_oldest_allowed(each, kept) for rollout in record.rollouts for each in rollout.samples]
+        allowed = record.step - rules.max_lag
+        return [
+            (~trained & (tokens.oldest != -1), "oldest", "-1 where the policy did not sample the token"),
+            (trained & (tokens.oldest > tokens.versions), "oldest", "at most its version"),
+            (trained & (tokens.oldest < np.concatenate(floors)), "oldest", f'no older: keep_prefix_cache = "{kept}"'),
+            (trained & (tokens.oldest < allowed), "oldest", f"at least {allowed}, by max_off_policy_steps"),
+        ]
 
     def _check_weights(self, record: BatchRecord, rules: Rules) -> np.ndarray:
         """Check the weights of tokens in the cross-entropy. Return [T] bool: the tokens that a teacher sampled."""
@@ -263,6 +289,20 @@ class TokenAudit:
                     value = f"{0 if values is None else values[place]:.6g}"
                     self._add(record, rollout, f": token {place} has {value} in `{column}`{more}", expected=expected)
                 place -= sample.length
+
+
+def _oldest_allowed(sample: Tokens, kept: str) -> np.ndarray:
+    """Return [T] the oldest version that each token may have attended to: its own ("never"), that of the last token of
+    the turn before ("running"), or the oldest that the first turn attended to ("always")."""
+    versions, is_sampled = sample.versions, sample.versions >= 0
+    begins = is_sampled & ~np.append(False, is_sampled[:-1])
+    ends = is_sampled & ~np.append(is_sampled[1:], False)
+    turns = np.cumsum(begins)  # counted from 1; a token before the first turn has 0
+    if kept == "never":
+        return versions
+    if kept == "running":
+        return np.concatenate([[-1, -1], versions[ends]])[turns]
+    return np.where(turns > 1, sample.attended[np.argmax(begins)], -1)
 
 
 def _misfit(rollout: Rollout, rules: Rules) -> tuple[str, str] | None:

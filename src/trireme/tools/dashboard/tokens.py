@@ -221,6 +221,7 @@ class TokenColumns:
     trainer: np.ndarray  # [T] float32, log p of the weights that were trained on it; NaN where it is not known
     advantages: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int32, -1 where the policy did not sample it
+    oldest: np.ndarray  # [T] int32, the oldest version that it attended to; else as `versions`
     weights: np.ndarray  # [T] float32, in the cross-entropy
     rewards: np.ndarray  # [T] float32, NaN where the token was given none
     teacher: np.ndarray  # [T] float32, NaN where there is none
@@ -265,6 +266,7 @@ def columns_of(rollout: Rollout, place: int, texts: list[str], known: dict[bytes
         trainer=unknown if trainer is None else trainer,
         advantages=sample.advantages,
         versions=sample.versions,
+        oldest=sample.attended if len(sample.attended) == sample.length else sample.versions,
         weights=np.zeros(sample.length, np.float32) if sample.ce_weights is None else sample.ce_weights,
         rewards=column(rollout.token_rewards),
         teacher=column(rollout.teacher),
@@ -357,6 +359,8 @@ def facts_of(columns: TokenColumns, place: int, *, step: int) -> Iterator[tuple[
     yield "ratio", f"{ratio:.4f}" if math.isfinite(ratio) else "not known"
     yield "advantage", f"{float(columns.advantages[place]):+.4f}"
     yield "version", f"{version}, lag {step - version}" if version >= 0 else "none: another model sampled it"
+    if (oldest := int(columns.oldest[place])) != version:
+        yield "cache", f"of version {oldest}, {version - oldest} versions older"
     yield "loss", "trained on" if columns.trained[place] else "masked: not trained on"
     if math.isfinite(columns.rewards[place]):
         yield "reward", f"{float(columns.rewards[place]):+.4f}"

@@ -191,8 +191,8 @@ PLACE: dict[str, Column] = {
 
 # the data sets
 
-SAMPLE = {"ids": INT, "loss_mask": MASK, "logprobs": FLOAT, "advantages": FLOAT, "versions": INT, "ce_weights": FLOAT}
-
+SAMPLE = {"ids": INT, "loss_mask": MASK, "logprobs": FLOAT, "advantages": FLOAT, "versions": INT, "oldest": INT}
+SAMPLE |= {"ce_weights": FLOAT}
 
 ALL = Table(
     "rollouts",

@@ -74,6 +74,7 @@ def compute_columns(
         proximal=behaviour,
         advantages=column(tokens.advantages, torch.float32),
         versions=column(tokens.versions, torch.int64),
+        oldest=None if tokens.oldest is None else column(tokens.oldest, torch.int64),
         samples=column(samples, torch.int64),
         num_samples=len(micro_batch.lengths),
         mask=torch.full((len(places),), has_places, dtype=torch.bool, device=device),
