@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -104,6 +104,7 @@ class Membership:
             patience_s: longest time for which the orchestrator may not answer.
         """
         self.id, self._ticket = 0, ""
+        self.has_server_ended: Callable[[], bool] = lambda: False  # asked between two requests; ends all waits too
         self._address, self._signals, self._patience_s = address, signals, patience_s
         self._client = ControlClient(f"tcp://{address}", Waits("inference"), ask_again_s=ANSWER_S / 2)
         self.close = self._client.close
@@ -130,7 +131,7 @@ class Membership:
             self.register(terms, *self._own)
 
     def beat(self) -> Reply | None:
-        """Say that the server's process lives. Return `Ok`, `Again`, `Dismissed`, or None after a signal."""
+        """Say that the server's process lives. Return `Ok`, `Again`, `Dismissed`, or None as `_ask`."""
         return self._ask(Beat(self.id, self._ticket))
 
     def leave(self, within_s: float) -> None:
@@ -143,9 +144,9 @@ class Membership:
         self._once(Leave(self.id, self._ticket, at_once=True), ANSWER_S)
 
     def _ask(self, request: Request) -> Reply | None:
-        """Return the reply; None after a signal."""
+        """Return the reply; None after a signal, or if the server ended."""
         give_up_at = time.monotonic() + self._patience_s
-        while not self._signals:
+        while not (self._signals or self.has_server_ended()):
             if (reply := self._once(request, ANSWER_S)) is not None:
                 return reply
             if self._client.is_rejected and not self.id:
@@ -177,9 +178,14 @@ def serve(spec: ProcessSpec, membership: Membership, signals: Sequence[int], *, 
     beat_at = 0.0
     with open_children([spec], lambda: len(signals) > 1, END_S) as children:
         child = children.children[0]
-        while not signals:
+
+        def has_ended() -> bool:
             children.look()
-            if child.exit is not None:
+            return child.exit is not None
+
+        membership.has_server_ended = has_ended  # an orchestrator that is away for long must not hide it
+        while not signals:
+            if has_ended() and child.exit is not None:
                 membership.leave(0.0)
                 end = "\n".join(f"  {line}" for line in last_lines(spec.log, 12))
                 log.error("the server ended (%s); the run goes on. The end of %s:\n%s", child.exit, spec.log, end)

@@ -39,12 +39,12 @@ from trireme.orchestrator.buffer import Buffer
 from trireme.orchestrator.engines.expert_routes import experts_to_replay
 from trireme.orchestrator.engines.health import keep_engines
 from trireme.orchestrator.engines.joined import JoinedEngines
-from trireme.orchestrator.engines.pool import open_inference_pool
+from trireme.orchestrator.engines.pool import InferencePool, open_inference_pool
 from trireme.orchestrator.environments.pool import Environment, open_environment
 from trireme.orchestrator.evaluation.evaluator import Evaluator
 from trireme.orchestrator.evaluation.results import is_runs_own, results_path
 from trireme.orchestrator.lanes import Lanes
-from trireme.orchestrator.rollout.chat import open_chat_tokenizer
+from trireme.orchestrator.rollout.chat import ChatTokenizer, open_chat_tokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner
 from trireme.orchestrator.scheduler import Scheduler
 from trireme.orchestrator.self_distillation import SelfTeacher
@@ -159,14 +159,7 @@ class Orchestrator:
         self.lanes = Lanes(config, stack.enter_context(open_spans(config.paths.spans)), pool)
 
         # Teacher and environments are checked as they open, so that a mistake in them ends the run before any rollout.
-        own_teachers = {name: own.teacher for name, own in config.orchestrator.sources.items() if own.teacher}
-        opened: dict[TeacherConfig, Teacher | SelfTeacher] = {
-            each: SelfTeacher(each, tokenizer, pool, waits)
-            if each.demonstration is not None
-            else await stack.enter_async_context(open_teacher(each, tokenizer, waits, max_model_len=pool.max_model_len))
-            for each in dict.fromkeys(own_teachers.values())
-        }
-        teachers = {name: opened[own] for name, own in own_teachers.items()}
+        teachers = await _open_teachers(config, stack, waits, tokenizer, pool)
         self.environments = environments = await _open_environments(
             config, config.orchestrator.env, stack, waits, trained=True
         )
@@ -178,6 +171,25 @@ class Orchestrator:
 
         self.metrics = MetricsFile(config.paths.metrics, process="orchestrator")
         stack.callback(self.metrics.close)
+        self._assemble(state, tokenizer, teachers, evaluated)
+
+        # The status server runs in a thread of its own and has answered without these parts so far.
+        status.pool, status.policy, status.scheduler, status.watcher = pool, self.policy, self.scheduler, self.watcher
+
+        # A crash may have kept the last metrics from their file. The journal and the results still have them.
+        restore_metrics(config, journal, self.evaluator, self.metrics)
+        reach("orchestrator.started")
+        stack.enter_context(rare_garbage_collection())
+
+    def _assemble(
+        self,
+        state: State,
+        tokenizer: ChatTokenizer,
+        teachers: dict[str, Teacher | SelfTeacher],
+        evaluated: dict[str, Environment],
+    ) -> None:
+        """Build the parts that open nothing, in the order in which a rollout meets them."""
+        config, pool, waits = self.config, self.pool, self.waits
 
         # No version is live yet: the trainer publishes one, or an engine shows that it still serves the newest.
         self.policy = policy = Policy(
@@ -190,14 +202,14 @@ class Orchestrator:
         self.joined = JoinedEngines(config, pool, policy.admit)
 
         # Rollouts go from the buffer's examples through the scheduler's groups to the batcher's batches.
-        sizes = {name: environment.num_train for name, environment in environments.items()}
+        sizes = {name: environment.num_train for name, environment in self.environments.items()}
         self.buffer = Buffer(sizes, rules_of(config), state)
         judges = {name: each for name, each in teachers.items() if not each.config.samples}
         samplers = {name: each for name, each in teachers.items() if isinstance(each, Teacher) and each.config.samples}
         runner = RolloutRunner(config, pool, tokenizer, journal=config.paths.journal, waits=waits, teachers=samplers)
         self.scheduler = Scheduler(
             config,
-            environments,
+            self.environments,
             self.buffer,
             policy,
             runner,
@@ -210,17 +222,9 @@ class Orchestrator:
         # The evaluator registers the versions that it needs here, before any of them can go live and be replaced.
         self.evaluator = Evaluator(config, evaluated, policy, runner, self.metrics, waits)
         self.requests = TrainerRequests(
-            config, journal, policy, self.updates, self.scheduler, self.peers, waits, self.joined
+            config, self.journal, policy, self.updates, self.scheduler, self.peers, waits, self.joined
         )
         self.watcher = Watcher(self.metrics)
-
-        # The status server runs in a thread of its own and has answered without these parts so far.
-        status.pool, status.policy, status.scheduler, status.watcher = pool, policy, self.scheduler, self.watcher
-
-        # A crash may have kept the last metrics from their file. The journal and the results still have them.
-        restore_metrics(config, journal, self.evaluator, self.metrics)
-        reach("orchestrator.started")
-        stack.enter_context(rare_garbage_collection())
 
     async def next_batch(self) -> None:
         """Fill one batch and commit it to the journal before the trainer can fetch it."""
@@ -338,6 +342,20 @@ def _open_journal(config: RunConfig) -> Journal:
         set_aside_after(config.paths.evals, step)
         journal.rewind(step)
     return journal
+
+
+async def _open_teachers(
+    config: RunConfig, stack: AsyncExitStack, waits: Waits, tokenizer: ChatTokenizer, pool: InferencePool
+) -> dict[str, Teacher | SelfTeacher]:
+    """Open the teacher of each source that has one; sources with the same settings share it."""
+    own_teachers = {name: own.teacher for name, own in config.orchestrator.sources.items() if own.teacher}
+    opened: dict[TeacherConfig, Teacher | SelfTeacher] = {
+        each: SelfTeacher(each, tokenizer, pool, waits)
+        if each.demonstration is not None
+        else await stack.enter_async_context(open_teacher(each, tokenizer, waits, max_model_len=pool.max_model_len))
+        for each in dict.fromkeys(own_teachers.values())
+    }
+    return {name: opened[own] for name, own in own_teachers.items()}
 
 
 async def _open_environments(

@@ -66,7 +66,6 @@ class SpreadRun:
     engines: list[Machine]
     orchestrator: Machine
     trainers: list[Machine]
-    joins: Machine | None = None
     processes: dict[str, Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,9 +87,6 @@ class SpreadRun:
         for number, machine in enumerate(self.engines):
             commands[f"inference-{number}"] = (machine, sys.executable, str(ENGINE))
         commands["orchestrator"] = (self.orchestrator, "orchestrator")
-        if self.joins:
-            to = self.orchestrator.address
-            commands["inference-joined"] = (self.joins, sys.executable, str(ENGINE), "--join", to)
         try:
             for name, (machine, *words) in commands.items():
                 log = self.folder / f"{name}.log"
@@ -120,31 +116,6 @@ class SpreadRun:
                 assert self.processes[name].wait(deadline_s=DEADLINE_S) == 0, self.processes[name].tail()
         assert audit([str(self.run.root)]) == 0
         assert self.version == 16
-
-
-def test_engine_joins_again_once_its_cut_cable_is_mended(tmp_path):
-    with open_machines(3, **{TOKEN: SECRET}) as (first, second, third):
-        run = SpreadRun(tmp_path, [first], first, [second], joins=third)
-
-        def go_on_with(number: int) -> None:
-            run.until(lambda: run.faults.is_reached(HELD), "the trainer to hold still")
-            words = f"engine {number} at http://{third.address}:"
-            run.until(lambda: run.said("orchestrator", words), "it to join")
-            run.until(lambda: run.said("orchestrator", "is up after") == number + 1, "it to be up")
-            run.faults.release(HELD)
-            run.until(lambda: third.address in run.engines_of(run.version), "it to confirm a version")
-
-        run.faults.arm(HELD)
-        with run.started():
-            go_on_with(1)
-            third.cut()
-            run.until(lambda: third.address not in run.engines_of(run.version), "the run to go on without it")
-            run.faults.arm(HELD)
-            run.until(lambda: run.said("orchestrator", "has been silent for 30 s: forgotten"), "it to be forgotten")
-            third.mend()
-            go_on_with(2)
-            run.finish()
-            run.until(lambda: run.processes["inference-joined"].poll() == 0, "the engine to end with the run")
 
 
 def test_run_goes_on_without_an_engine_whose_machine_is_cut_off(tmp_path):

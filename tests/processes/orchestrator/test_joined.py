@@ -3,6 +3,7 @@ real orchestrator. What they compute is scripted; registration, heartbeats and l
 
 import asyncio
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from trireme.base.token import TOKEN
 from trireme.config.engine_facts import engine_facts
 from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
-from trireme.launch.joined_engine import Membership
-from trireme.messages import Again, Dismissed, Join, Ok, encode
+from trireme.launch.joined_engine import Membership, serve
+from trireme.launch.plan import ProcessSpec
+from trireme.messages import Again, Dismissed, GetTerms, Join, Joined, Ok, Terms, encode
 from trireme.orchestrator.engines import joined
 from trireme.orchestrator.engines.engine import Engine
 
@@ -206,6 +208,18 @@ def test_strangers_are_refused_with_a_sentence_while_the_run_goes_on(tmp_path, u
     assert rollouts_of(config) == undisturbed
     assert caplog.text.count("was refused") == len(WRONG) + 2
     assert caplog.text.count("is sent away") == 3
+
+
+def test_server_that_ends_while_the_orchestrator_is_away_is_noticed(tmp_path):
+    replies = {GetTerms: Terms(run="{}", ticket="t"), Join: Joined(member=1)}
+    signals = list[int]()
+    with answering(lambda request: replies[type(request)], port := free_port()):
+        membership = Membership(f"127.0.0.1:{port}", signals, patience_s=DEADLINE_S)
+        assert membership.register(membership.terms(), "http://127.0.0.1:1", {})
+    ends = (sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(7)")
+    spec = ProcessSpec("inference", ends, env={}, log=tmp_path / "log", gpus=(), ports={})
+    with closing(membership):
+        assert serve(spec, membership, signals, drain_timeout_s=0.0) == 7
 
 
 def test_run_without_an_engine_ends_after_its_deadline_with_its_name(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,7 +32,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.versions import Versions
 from trireme.messages import Again, Done, GetBatch, Go, Live, NotYet, Publish, Refusal
-from trireme.orchestrator.engines.engine import KEEP_IDLE_S
+from trireme.orchestrator.engines.engine import KEEP_IDLE_S, Member
 from trireme.orchestrator.engines.health import POLL_S, keep_engines
 from trireme.orchestrator.engines.pool import InferencePool, PromptTooLong, open_inference_pool
 from trireme.orchestrator.trainer_requests import Peers, TrainerRequests
@@ -488,6 +489,50 @@ async def test_requests_of_a_dead_unconfirmed_engine_move_to_another(stage, is_p
     assert set((await stage.generate()).versions) == {1}
 
 
+@staged(num_engines=2)
+async def test_requests_of_an_engine_whose_machine_is_gone_end_at_once(stage):
+    """No connection breaks, as after a cut cable. What waits for its weights ends too, though others still load."""
+    gone, other = stage.engines
+    gone.delay = lambda asked: asyncio.Event().wait()
+    asking = [asyncio.create_task(stage.generate()) for _ in range(2)]
+    await until(lambda: gone.requests and other.requests)
+    go = await stage.announce(1)
+    for engine in stage.engines:  # both wait for the other's part of a broadcast
+        hold(engine, "_update")
+    update = asyncio.create_task(stage.send(go))
+    await until(lambda: all(engine.paused for engine in stage.engines))
+    gone.dead = True
+    reply = await update
+    assert isinstance(reply, Again)
+    assert f"{gone.url} died before all was loaded" in reply.reason
+    del other._update
+    assert await stage.publish(1, incarnation="two") == Live(version=1)
+    assert {version for turn in await asyncio.gather(*asking) for version in turn.versions} <= {0, 1}
+
+
+@staged()
+async def test_newcomer_that_hangs_costs_one_timeout_once_it_is_alone(stage, monkeypatch):
+    sent_away: list[str] = []
+    stage.pool.expel = lambda engine, why: (sent_away.append(engine.url), stage.pool.remove(engine))
+    async with open_fake_engine(stage.wire) as hanging, open_fake_engine(stage.wire) as good:
+        for number, server in enumerate((hanging, good)):
+            engine = stage.pool.add(server.url, Member(number, "ticket", {}))
+            engine.state, engine.life = "quarantined", 1
+        hold(hanging, "_join")
+        _, release = hold(good, "_join")  # which waits for the other, as in a real group
+
+        # The trainer gives each attempt up: once at once, as its connection broke, and else after its timeout.
+        sizes = []
+        for attempt, late in {2: 0.0, 3: 0.0, 4: math.inf, 5: 0.0}.items():
+            monkeypatch.setattr("trireme.orchestrator.weights.update.LATE", late)  # of the attempt before
+            go = await stage.updates.ready(ready_message(stage.config, 0, attempt, everywhere=False))
+            sizes.append(go.world_size)
+        assert (sizes, sent_away) == ([3, 2, 2, 2], [hanging.url])
+        release.set()
+        assert await stage.send(go, attempt=5) == Live(version=0)
+        assert stage.states == [("live", 0), ("live", 0)]
+
+
 @pytest.mark.parametrize("held", ["_weight_report", "_resume"])
 @staged(num_engines=2)
 async def test_engine_that_returns_during_an_update_is_quarantined(stage, held):
@@ -574,7 +619,7 @@ async def test_engine_with_a_dead_core_is_unhealthy_behind_a_live_server(stage):
     stage.pool.watch = lambda engine: seen.append(engine.state)  # as lanes do
     stage.engine.dead, stage.pool.timeout_s = True, 0.01  # the time is not the engine's fault
     await until(lambda: stage.states == [("starting", None)])
-    assert seen == ["quarantined", "starting"]
+    assert seen == ["starting"]
     turn = asyncio.create_task(stage.generate())
     await asyncio.sleep(0.05)
     assert stage.engine.requests == []

@@ -58,6 +58,14 @@ def test_next_epoch_succeeds_after_a_receiver_went_missing(has_joined):
         assert outcome(futures)[1:] == [digests_of(MODEL)] * 2
 
 
+def test_receiver_wakes_when_a_transfer_is_given_up_before_all_are_there():
+    with closing(Ends(2, timeout_s=DEADLINE_S)) as ends:
+        sending, receiving = ends.send(MODEL, epoch="a/1", receivers=ends.receivers[:1], is_wanted=lambda: False)
+        assert isinstance(sending.exception(SHORT_S), RuntimeError)
+        ends.sender.close()
+        assert isinstance(receiving.exception(SHORT_S), RuntimeError)
+
+
 def test_receiver_killed_during_a_broadcast_wakes_the_waiting_ends(tmp_path):
     """gloo would wake neither of them before the timeout of a minute."""
     # 64 MiB is more than a connection holds. Two buckets travel at once: the third never begins.

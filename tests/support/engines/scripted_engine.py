@@ -52,6 +52,7 @@ LETTERS = range(20, 40)
 UNIFORM = -4.85  # logprob of a token of 128: the trainer's importance ratios stay near 1
 TOKEN_S = 0.005
 WATCHDOG_S = 0.3  # vLLM looks every 5 s whether its core is alive, and leaves when it is not
+KNOBS = "SCRIPTED_KNOBS"  # environment variable with further knobs of this engine, as JSON
 ORPHAN_S = 120.0  # a core that nobody ended leaves at last: that of vLLM never would
 
 
@@ -163,7 +164,8 @@ class Core(FakeEngine):
         self._receiver: Receiver | None = None
         self._background: Future[list[tuple[str, str]]] | None = None
         self._info: InitInfo | None = None
-        for name, value in config.inference.args.items():  # its knobs, where vLLM's own arguments stand
+        # its knobs, where vLLM's own arguments stand; an engine that joins may not differ in those
+        for name, value in (config.inference.args | json.loads(os.environ.get(KNOBS, "{}"))).items():
             setattr(self, name, value)
 
     def _answer(self, asked: Asked) -> list[int]:

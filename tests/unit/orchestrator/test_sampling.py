@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from trireme.base.errors import ConfigError, PeerDied
+from trireme.base.errors import ConfigError, DeadlineExceeded, PeerDied
 from trireme.base.waiting import Waits
 from trireme.config.orchestrator import Teacher as TeacherConfig
 from trireme.config.run import RunConfig
@@ -300,15 +300,19 @@ def test_an_answer_of_the_teacher_that_cannot_be_used_is_refused() -> None:
         sample([5], worst=0.5)
 
 
-def judged(answer: str | None, longest: int) -> tuple[list[float], list[list[int]]]:
+def judged(
+    answer: str | None, longest: int, *, timeout_s: float = 9.0, is_away: bool = False
+) -> tuple[list[float], list[list[int]]]:
     """Return what the policy says of its tokens once it was shown an answer, and the prompts that engines got."""
     asked: list[list[int]] = []
 
     async def score(ids: list[int]) -> list[float]:
         asked.append(ids)
+        if is_away:  # as a request waits while no engine is live
+            await asyncio.Event().wait()
         return [-place / 10 for place in range(1, len(ids))]
 
-    pool: Any = SimpleNamespace(score=score, timeout_s=9.0, max_model_len=longest)
+    pool: Any = SimpleNamespace(score=score, timeout_s=timeout_s, max_model_len=longest)
     tokens = build_tokens(
         ids=[5, 9, 7], loss_mask=[0, 1, 1], logprobs=[0, -8, -9], advantages=[0] * 3, versions=[0] * 3
     )
@@ -329,6 +333,11 @@ def test_the_policy_judges_its_tokens_after_it_was_shown_the_answer(caplog) -> N
     assert "raise `seq_len`" in caplog.text
     with pytest.raises(ConfigError, match="example 0 of environment 'env' has None there"):
         judged(None, 100)
+
+
+def test_the_judgement_of_a_policy_without_engines_ends_at_its_deadline() -> None:
+    with pytest.raises(DeadlineExceeded, match="logprobs of 1 rollouts from inference, longer than the 0 s allowed"):
+        judged("cba", 100, timeout_s=0.05, is_away=True)
 
 
 @pytest.mark.parametrize("how", [{}, {"failures": 2}, {"failures": 2, "status": 429}])

@@ -44,7 +44,7 @@ KEEP_IDLE_S = 4.0
 """Seconds for which a connection without requests is kept. vLLM closes it after 5 s, and would drop a request just
 then."""
 
-HEALTH_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S, CONNECT_S = 5.0, 3.0
 
 REQUEST_ERRORS = (aiohttp.ClientError, TimeoutError, ConnectionError)
 """Raised by a request that got no whole answer."""
@@ -111,7 +111,7 @@ class Engine:
     is_confirmed: bool = False  # it has been live
     is_leaving: bool = False  # it gets no new requests and no new weights
     num_failures: int = 0  # transfers in a row that failed with it
-    limits: set[asyncio.Timeout] = field(default_factory=set)  # timeouts of its requests, by which they are ended
+    limits: set[asyncio.Timeout] = field(default_factory=set)  # by which its requests end once it is lost
     suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or may have been replaced
 
     @property
@@ -148,23 +148,28 @@ class Engine:
             BadAnswer: the answer is larger than `max_bytes`.
             REQUEST_ERRORS: there was no whole answer.
         """
-        async with self.session.request(
+        asking = self.session.request(
             "GET" if body is None else "POST",
             f"{self.url}/{path}",
             data=None if body is None else aiohttp.BytesPayload(body),  # otherwise aiohttp looks the type up
             allow_redirects=False,
             timeout=timeout or self.session.timeout,
             headers=headers,
-        ) as response:
-            # Read in pieces, so that an answer without end cannot fill the memory.
-            pieces, size = [], 0
-            while piece := await response.content.readany():
-                size += len(piece)
-                if size > max_bytes:
-                    response.close()
-                    raise BadAnswer(f"{self.url}/{path} answered more than {max_bytes} bytes, the most allowed.")
-                pieces.append(piece)
-            return response.status, b"".join(pieces)
+        )
+        self.limits.add(limit := asyncio.timeout(None))
+        try:
+            async with limit, asking as response:
+                # Read in pieces, so that an answer without end cannot fill the memory.
+                pieces, size = [], 0
+                while piece := await response.content.readany():
+                    size += len(piece)
+                    if size > max_bytes:
+                        response.close()
+                        raise BadAnswer(f"{self.url}/{path} answered more than {max_bytes} bytes, the most allowed.")
+                    pieces.append(piece)
+                return response.status, b"".join(pieces)
+        finally:
+            self.limits.discard(limit)
 
     async def post(self, path: str, body: dict[str, Any] | None = None, *, returns: Any = Any) -> Any:
         """Call a control route and return its answer, decoded from JSON as a `returns`.
@@ -222,14 +227,20 @@ class Engine:
 
         vLLM answers 503 when its engine core is dead, though its HTTP server still runs.
         """
+        url = urlsplit(self.url)
+        if not is_loopback(url.hostname or ""):
+            # The kernel of a machine accepts connections however busy its server is. An idle one shows a cut late.
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    _, writer = await asyncio.open_connection(url.hostname, url.port)
+                writer.close()
+            except (OSError, TimeoutError):
+                return "gone"
         try:
-            status, _ = await self.request("health", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S, sock_connect=3))
+            status, _ = await self.request("health", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S))
             return "good" if status == 200 else "bad"
         except aiohttp.ClientConnectorError:
             return "gone"
-        except aiohttp.ConnectionTimeoutError:
-            # A server on this machine is only busy; another machine is switched off or cut off.
-            return "bad" if is_loopback(urlsplit(self.url).hostname or "") else "gone"
         except (*REQUEST_ERRORS, BadAnswer):
             return "bad"
 

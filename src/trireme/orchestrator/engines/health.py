@@ -44,12 +44,7 @@ async def keep_engine(pool: InferencePool, engine: Engine, admit: Admit, start_t
             engine.state = "quarantined"
             pool.watch(engine)
         await _until_gone(pool, engine)
-
-        # `quarantine` notes an interruption, which restarts the deadline of the requests that the engine dropped.
-        pool.quarantine(engine)
-        engine.state = "starting"
-        pool.is_given(engine, None)
-        pool.live.set()  # requests that wait for its confirmation go to another engine
+        pool.lose(engine)
 
 
 async def _until_up(pool: InferencePool, engine: Engine, admit: Admit, deadline_s: float) -> bool:

@@ -17,7 +17,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -315,18 +315,11 @@ class InferencePool:
         self.count(engine, 1)
         engine.in_flight_by_core[core] += 1
         self.num_requests += 1
-        # One that joined may leave, which expires the timeouts of its requests.
-        limit = None if engine.member is None else asyncio.timeout(None)
-        if limit is not None:
-            engine.limits.add(limit)
         try:
-            async with limit or nullcontext():
-                status, data = await engine.request(
-                    "inference/v1/generate", body, timeout=self.request_timeout, max_bytes=max_bytes, headers=headers
-                )
+            status, data = await engine.request(
+                "inference/v1/generate", body, timeout=self.request_timeout, max_bytes=max_bytes, headers=headers
+            )
         finally:
-            if limit is not None:
-                engine.limits.discard(limit)
             self.count(engine, -1)
             engine.in_flight_by_core[core] -= 1
 
@@ -367,14 +360,9 @@ class InferencePool:
         return engine
 
     def remove(self, engine: Engine) -> None:
-        """Forget an engine that joined. Its requests under way are sent to others."""
+        """Forget an engine that joined."""
         self.engines.remove(engine)
-        self.interruptions += 1
-        engine.state, engine.version = "starting", None
-        for limit in engine.limits:
-            limit.reschedule(0)
-        self.live.set()
-        self.watch(engine)
+        self.lose(engine)
 
     # changes of an engine's state
 
@@ -392,6 +380,17 @@ class InferencePool:
         self.interruptions += engine.state == "live"
         engine.state, engine.version = "quarantined", None
         self.watch(engine)
+
+    def lose(self, engine: Engine) -> None:
+        """End all requests to an engine that is gone, most of which go to others: a cut cable breaks no connection for
+        a while."""
+        self.interruptions += 1  # restarts the deadline of these requests
+        engine.state, engine.version = "starting", None
+        self.is_given(engine, None)
+        limits, engine.limits = engine.limits, set()
+        for limit in limits:
+            limit.reschedule(0)
+        self.live.set()
 
     def is_given(self, engine: Engine, version: int | None, *, is_paused: bool = False) -> None:
         """Note that the engine is being given a version, and whether it is paused meanwhile; None: no more."""

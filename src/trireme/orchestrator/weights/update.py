@@ -21,9 +21,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -74,7 +74,12 @@ RECEIVERS = "weight_broadcast/receivers"
 """Workers of engines that confirmed the update."""
 
 MOST_FAILURES = 3
-"""Transfers in a row that may fail with an engine that has just joined, before it is sent away."""
+"""Transfers in a row that may fail with an engine that has just joined, before it is sent away. One is enough that it
+alone has held up for a large part of `weight_broadcast.timeout_s`, after which the trainer gives up."""
+
+LATE = 0.5  # that part
+
+LOSS_POLL_S = 0.1  # while engines load
 
 EXACT, TIMES_NOISE = 1e-3, 4.0
 """Allowed mean difference on the probe where no largest one is configured: at least, and in multiples of its noise."""
@@ -210,6 +215,7 @@ class Update:
     _receiving: dict[str, asyncio.Task[list[WeightReport] | None]] = field(default_factory=dict)
     _reports: dict[str, list[WeightReport]] = field(default_factory=dict)  # reports after loading, by address
     _began: float = 0.0
+    _asked_at: float = 0.0  # when its engines were told to receive
     _blamed: set[str] = field(default_factory=set)  # newcomers that failed in this attempt, which counts once
 
     def __post_init__(self) -> None:
@@ -225,6 +231,9 @@ class Update:
         for task in self._receiving.values():
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 return error
+        return self._loss()
+
+    def _loss(self) -> PeerDied | None:
         gone = [engine.url for engine in self._targets if not self._is_same_process(engine)]
         return PeerDied(f"{', '.join(gone)} died before all was loaded") if gone else None
 
@@ -270,14 +279,15 @@ class Update:
         # An engine that comes up after this gets the version in a transfer of its own.
         # One that has just joined gets its first version by itself: no other engine waits in vain for it to connect.
         reachable = self.pool.reachable()
-        settled = [engine for engine in reachable if not engine.is_newcomer] or reachable
-        waiting = [engine for engine in reachable if engine.state == "quarantined"]
+        settled = [engine for engine in reachable if not engine.is_newcomer] or _unsuspected(reachable)
+        waiting = _unsuspected([engine for engine in reachable if engine.state == "quarantined"])
         self._targets = settled if everywhere else waiting
         if not self._targets:
             return Live(version=self.message.version)
 
         self.note = "engines get ready"
         self._lives = {engine.url: engine.life for engine in self._targets}
+        self._asked_at = time.perf_counter()
 
         before, self.before = self.before, None
         # reuse the connections of the attempt before, if it went well between the very same processes
@@ -321,7 +331,8 @@ class Update:
                 self._blame(engine, PeerDied(f"{engine.url} did not take in version {self.message.version}"))
 
     def _blame(self, engine: Engine, error: TriremeError) -> None:
-        """Send a newcomer away that holds wrong weights, or with which `MOST_FAILURES` transfers in a row failed.
+        """Send a newcomer away that holds wrong weights, with which `MOST_FAILURES` transfers in a row failed, or that
+        hung in one.
 
         Raises: PeerDied in place of wrong weights, so that the trainer begins again without the newcomer.
         """
@@ -330,7 +341,9 @@ class Update:
         engine.num_failures += engine.url not in self._blamed
         self._blamed.add(engine.url)
         is_wrong = not isinstance(error, PeerDied)
-        if is_wrong or engine.num_failures >= MOST_FAILURES:
+        is_late = time.perf_counter() > self._asked_at + LATE * self.config.timeout_s
+        hangs = is_late and [engine] == self._targets and self._is_same_process(engine)
+        if is_wrong or hangs or engine.num_failures >= MOST_FAILURES:
             self.pool.expel(engine, str(error))
         if is_wrong:
             raise PeerDied(str(error)) from error
@@ -398,7 +411,7 @@ class Update:
             PeerDied: an engine has gone.
         """
         self.note = "engines load"
-        await self._each(self._load, message)
+        await self._unless_lost(self._each(self._load, message))
         reach("update.loaded")
 
         # Engines resume only after all of them hold exactly what was sent.
@@ -427,6 +440,19 @@ class Update:
         log.info("version %d is live, as %d workers of %d engines confirmed", *told)
         reach("version.live")
         return Live(version=message.version)
+
+    async def _unless_lost(self, work: Coroutine[Any, Any, Found]) -> Found:
+        """Await work of all engines. Raises PeerDied once one of them is gone: the others would wait for its part of a
+        broadcast until the connection breaks."""
+        task = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait([task], timeout=LOSS_POLL_S))[0]:
+                if (loss := self._loss()) is not None:
+                    raise loss
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _each(self, do: Callable[[Engine, PolicySent], Awaitable[Found]], message: PolicySent) -> list[Found]:
         """Do it with every engine, to the end with each: nothing of this attempt overlaps with the next."""
@@ -503,6 +529,11 @@ class Update:
             " Every tensor arrived as sent, so the engine uses one of them differently. See docs/models.md for the "
             "model, and set the tolerance only where the engine is known to be right."
         )
+
+
+def _unsuspected(engines: list[Engine]) -> list[Engine]:
+    """Return the engines with which no transfer failed; if there are none, one: alone, it shows whether it hangs."""
+    return [engine for engine in engines if not engine.num_failures] or engines[:1]
 
 
 async def _all(jobs: Iterable[Awaitable[Found]]) -> list[Found]:

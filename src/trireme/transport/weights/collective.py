@@ -302,11 +302,12 @@ class CollectiveSender(Sender):
         receivers = range(1, world_size)
 
         # Receivers announce themselves before they enter the group: forming it would block while one is missing.
-        if self._group is None or epoch != self._epoch:
+        if epoch != self._epoch:
             self.close()
+            self._epoch, self._num_transfers = epoch, 0  # `close` wakes receivers from here on
+        if self._group is None:
             self._await([_here(epoch, rank) for rank in receivers], _here(epoch, 0))
             self._store.set(_begun(epoch), AS_PATCHES if self._delta else AS_TENSORS)
-            self._epoch, self._num_transfers = epoch, 0
             self._group = WeightGroup(
                 self._kind,
                 self._store,
@@ -393,7 +394,7 @@ class CollectiveReceiver(Receiver):
         """Join the group of an epoch.
 
         Raises:
-            RuntimeError: the sender gives no sign of life.
+            RuntimeError: the sender gives no sign of life, or has given the transfer up.
         """
         self.close()
 
@@ -427,6 +428,8 @@ class CollectiveReceiver(Receiver):
                 signs, heard = now_signs, time.monotonic()
             if time.monotonic() - heard > patience_s:
                 raise RuntimeError(f"the trainer gave no sign of life in transfer {epoch} for {patience_s:.0f} s")
+            if self._store.check([_over(epoch)]):
+                raise RuntimeError(f"the trainer gave transfer {epoch} up before all engines were there")
             time.sleep(_pause_s(began))
 
     def tensors(self, specs: list[TensorSpec], payload: dict) -> Iterator[tuple[str, torch.Tensor]]:
