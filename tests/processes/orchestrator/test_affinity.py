@@ -37,18 +37,21 @@ async def opened(
         pool.affinity.request_s, pool.affinity.measure = 1e-4, lambda *_, **__: None  # one request: as one token
         for engine, fake in zip(pool.engines, fakes, strict=True):
             engine.num_cores = fake.num_cores
-            await update(pool, engine, 0)
+        await update(pool, 0)
         yield pool, fakes
 
 
-async def update(pool: InferencePool, engine: Engine, version: int) -> None:
-    """As an update does, without tensors."""
-    pool.quarantine(engine)
+async def update(pool: InferencePool, version: int) -> None:
+    """As an update of all engines does, without tensors: none is asked before all of them have the version."""
+    for engine in pool.engines:
+        pool.quarantine(engine)
     keeps = version > 0 and pool.keep_prefix_cache != "never"
-    await engine.post("pause?mode=keep" + "&clear_cache=false" * keeps)
-    await engine.post("update_weight_version", {"new_version": str(version)})
-    await engine.post("resume")
-    pool.go_live(engine, version, keeps_caches=keeps)
+    for engine in pool.engines:
+        await engine.post("pause?mode=keep" + "&clear_cache=false" * keeps)
+        await engine.post("update_weight_version", {"new_version": str(version)})
+        await engine.post("resume")
+    for engine in pool.engines:
+        pool.go_live(engine, version, keeps_caches=keeps)
 
 
 @pytest.mark.parametrize("num_cores", [1, 2])
@@ -126,7 +129,7 @@ def test_what_an_update_makes_an_engine_compute_again_is_counted():
             turning = asyncio.create_task(pool.generate(PROMPT, SAMPLING))
             while fakes[0].num_computed < len(PROMPT) + 5:
                 await asyncio.sleep(0.001)
-            await update(pool, pool.engines[0], 1)
+            await update(pool, 1)
             turn = await turning
             place = turn.versions.index(1)
             assert turn.num_computed == 100 + 40 + 100 + place == fakes[0].num_computed
@@ -156,11 +159,12 @@ async def converse_over_updates(kept: KeepPrefixCache) -> tuple[list[FakeEngine]
     async with opened(kept, token_s=0.001) as (pool, fakes):
         talking = asyncio.gather(*(converse(pool, number) for number in range(8)))
         version = 0
+        # Eight turns may be under way at an update: of each twelve that end, four or more have met none.
         while not talking.done():
-            version += 1
-            for engine in pool.engines:
-                await update(pool, engine, version)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.005)
+            if len(recorded) >= 12 * (version + 1):
+                version += 1
+                await update(pool, version)
         assert version > 2
         return fakes, recorded, await talking
 
