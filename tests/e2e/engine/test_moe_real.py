@@ -66,6 +66,23 @@ def test_whichever_part_of_an_expert_is_left_out_its_layer_is_named(post, folder
         assert named.startswith("model.layers.1.mlp." + part.partition(".")[0])
 
 
+def test_a_cache_that_outlives_an_update_is_read_under_its_own_salt_alone(post):
+    """This engine is one that caches prefixes. A prompt's own logprobs, as of the probe, never come from a cache."""
+
+    def num_cached(salt: str, **more: Any) -> int:
+        sampling = {"max_tokens": 1, "logprobs": 0} | more
+        answer = post("inference/v1/generate", token_ids=[5, 9, 11, 40] * 25, sampling_params=sampling, cache_salt=salt)
+        assert len(answer.get("prompt_logprobs") or []) == ("prompt_logprobs" in more) * 100
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    post("resume")
+    assert (num_cached("1"), num_cached("1"), num_cached("2")) == (0, 96, 0)
+    for route, known in (("pause?mode=keep&clear_cache=false", 96), ("pause?mode=keep", 0)):
+        post(route)
+        post("resume")
+        assert (num_cached("1"), num_cached("3" + route), num_cached("1", prompt_logprobs=0)) == (known, 0, 0)
+
+
 def generate(post: Post, ids: list[int], *, start: int) -> dict[str, Any]:
     sampling = {"max_tokens": 20, "logprobs": 0, "ignore_eos": True, "routed_experts_prompt_start": start}
     (choice,) = post("inference/v1/generate", token_ids=ids, sampling_params=sampling)["choices"]
