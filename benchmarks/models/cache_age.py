@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "falcon_h1": ("attention and Mamba, random", ()),
     "lfm2": ("convolutions and attention, random", ()),
 }
+ATTEMPTS = 10
 FIRST = 16  # tokens behind the update
 COLUMNS = ("model", "", "age", "by the lag", "by the cache, first", "by the cache, all", "largest \\|log ratio\\|")
 
@@ -92,8 +93,11 @@ def differences(
 
 
 def through_update(post: Post, port: int, run: Run, prompts: list[list[int]], old: Any, new: Any) -> list[Any]:
-    """Sample answers that each meet the update, which leaves the engine its cache; again if one was done before it."""
-    while True:
+    """Sample answers that each meet the update, which leaves the engine its cache; again if one was done before it.
+
+    Raises: SystemExit if some always are.
+    """
+    for _ in range(ATTEMPTS):
         post("pause?mode=keep")  # forgets all caches
         assert update(post, old, run.root) == []
         post("resume")
@@ -108,6 +112,10 @@ def through_update(post: Post, port: int, run: Run, prompts: list[list[int]], ol
             found = [answer.result() for answer in answers]
         if all(len(answer["weight_versions"]) == 2 for answer in found):
             return found
+    raise SystemExit(
+        f"In {ATTEMPTS} attempts some of {ANSWERS} answers of {LENGTH} tokens ended before the update - expected that "
+        "each meets it. Run it on a quieter machine, or raise LENGTH."
+    )
 
 
 def num_sampled(port: int) -> float:

@@ -67,7 +67,7 @@ def main(
     update_s: Annotated[tuple[float, ...], "seconds between two versions; 0: none"] = (0.0, 5.0, 2.0),
     real: Annotated[bool, "vLLM with models/reverse-text-tiny"] = False,
     block: Annotated[int, "tokens of a block of a cache; if 0, 32, and vLLM's own with --real: 128 on CPUs"] = 0,
-    keep: Annotated[str, "`inference.keep_prefix_cache`: never, running, always"] = "never",
+    keep: Annotated[str, "`inference.keep_prefix_cache`", ("never", "running", "always")] = "never",
     against: Annotated[Path | None, "another checkout, measured by turns with this one"] = None,
     inside: Annotated[Path | None, "used by this program itself"] = None,
 ) -> None:

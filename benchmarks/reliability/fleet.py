@@ -22,7 +22,17 @@ from trireme.base.token import TOKEN
 
 
 def main(real: int = 0, every: int = 3, calm: int = 20) -> int:
-    folder = Path(tempfile.mkdtemp(prefix="fleet-"))
+    with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
+        return measure(Path(folder), real, every, calm)
+
+
+def measure(folder: Path, real: int, every: int, calm: int) -> int:
+    """
+    Args:
+        real: engines of vLLM among the five.
+        every: versions between two events.
+        calm: version of the first event.
+    """
     with open_machines(7, **{TOKEN: "the-machines-of-this-benchmark"}) as machines:
         fleet = Fleet(folder, machines, num_real=real, every=every, first=calm)
         with fleet.running():

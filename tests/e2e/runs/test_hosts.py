@@ -13,7 +13,6 @@ from support.processes.machines import Machine, open_machines, why_not
 from support.runs.real_run import Process, Run, wait_until
 from support.runs.scripted_kills import Faults
 from trireme.base.token import TOKEN
-from trireme.journal.versions import Versions
 from trireme.tools.audit.audit import command as audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
@@ -96,14 +95,6 @@ class SpreadRun:
             for process in self.processes.values():
                 process.end()
 
-    @property
-    def version(self) -> int:
-        return Versions(self.run.paths.journal).newest
-
-    def engines_of(self, version: int) -> set[str]:
-        first = Versions(self.run.paths.journal).read(version).confirmations[0]
-        return {url.removeprefix("http://").partition(":")[0] for url in first.engines}
-
     def until(self, condition: Callable[[], object], what: str) -> None:
         wait_until(condition, what, list(self.processes.values()), deadline_s=DEADLINE_S)
 
@@ -115,37 +106,38 @@ class SpreadRun:
             if not name.startswith("inference"):
                 assert self.processes[name].wait(deadline_s=DEADLINE_S) == 0, self.processes[name].tail()
         assert audit([str(self.run.root)]) == 0
-        assert self.version == 16
+        assert self.run.version == 16
 
 
 def test_run_goes_on_without_an_engine_whose_machine_is_cut_off(tmp_path):
     with open_machines(4, **{TOKEN: SECRET}) as (first, second, third, stranger):
-        run = SpreadRun(tmp_path, [first, third], first, [second])
-        run.faults.arm(HELD)
-        with run.started():
-            run.until(lambda: run.faults.is_reached(HELD), "the first batch")
-            refused_everywhere(run, stranger)
-            run.faults.release(HELD)
-            run.until(lambda: run.version >= 2, "the run to get going")
-            assert run.engines_of(1) == {first.address, third.address}
+        spread = SpreadRun(tmp_path, [first, third], first, [second])
+        spread.faults.arm(HELD)
+        with spread.started():
+            spread.until(lambda: spread.faults.is_reached(HELD), "the first batch")
+            refused_everywhere(spread, stranger)
+            spread.faults.release(HELD)
+            spread.until(lambda: spread.run.version >= 2, "the run to get going")
+            assert spread.run.engines_of(1) == {first.address, third.address}
             third.cut()
-            cut_at = run.version
-            run.until(lambda: third.address not in run.engines_of(run.version), "the run to go on without it")
-            run.faults.arm(HELD)
-            run.until(lambda: run.faults.is_reached(HELD), "the trainer to hold still")
+            cut_at = spread.run.version
+            run = spread.run
+            spread.until(lambda: third.address not in run.engines_of(run.version), "the run to go on without it")
+            spread.faults.arm(HELD)
+            spread.until(lambda: spread.faults.is_reached(HELD), "the trainer to hold still")
             third.mend()
             up = f"{third.address}:8000 is up after"
-            run.until(lambda: run.said("orchestrator", up) == 2, "the engine to be found again")
-            run.faults.release(HELD)
-            run.finish()
+            spread.until(lambda: spread.said("orchestrator", up) == 2, "the engine to be found again")
+            spread.faults.release(HELD)
+            spread.finish()
         assert 2 <= cut_at < 14
-        assert run.engines_of(16) == {first.address, third.address}
+        assert spread.run.engines_of(16) == {first.address, third.address}
 
 
-def refused_everywhere(run: SpreadRun, stranger: Machine) -> None:
+def refused_everywhere(spread: SpreadRun, stranger: Machine) -> None:
     """A stranger on the same network gets `/health` alone, no answer over ZeroMQ, and finds no other open port."""
-    engines = [f"http://{machine.address}:8000" for machine in run.engines]
-    status = f"http://{run.orchestrator.address}:8001"
+    engines = [f"http://{machine.address}:8000" for machine in spread.engines]
+    status = f"http://{spread.orchestrator.address}:8001"
     shut = [f"POST {url}/{route}" for url in engines for route in (*CONTROL, "inference/v1/generate")]
     shut += [f"GET {url}/{route}" for url in engines for route in ("weight_info", "v1/models", "metrics")]
     shut += [f"GET {status}/{route}" for route in ("status", "metrics", "openapi.json")]
@@ -153,26 +145,26 @@ def refused_everywhere(run: SpreadRun, stranger: Machine) -> None:
     for token in ("", "a-token-of-a-stranger"):
         answers = stranger.run_python(KNOCK, token, *shut, *open_to_all).split()
         assert answers == ["401"] * len(shut) + ["200"] * len(open_to_all)
-    control = (f"tcp://{run.orchestrator.address}:5555", str(run.run.root))
+    control = (f"tcp://{spread.orchestrator.address}:5555", str(spread.run.root))
     assert stranger.run_python(ASK, *control) == "nothing\n"
     assert stranger.run_python(ASK, *control, env={TOKEN: "a-token-of-a-stranger"}) == "nothing\n"
     assert stranger.run_python(ASK, *control, env={TOKEN: SECRET}) == "Ok\n"
     assert stranger.run_python(KNOCK, SECRET, f"GET {status}/status").split() == ["200"]
-    meant = {f"{run.orchestrator.address}:{port}" for port in (5555, 8001, 8000)}
-    assert meant <= run.orchestrator.listening()
-    assert all(address.startswith("10.77.0.") for address in run.orchestrator.listening())
+    meant = {f"{spread.orchestrator.address}:{port}" for port in (5555, 8001, 8000)}
+    assert meant <= spread.orchestrator.listening()
+    assert all(address.startswith("10.77.0.") for address in spread.orchestrator.listening())
 
 
 def test_ranks_resume_together_after_a_machine_was_cut_off(tmp_path):
     with open_machines(3, **{TOKEN: SECRET}) as (first, second, third):
-        run = SpreadRun(tmp_path, [first], first, [second, third])
-        with run.started():
-            run.until(lambda: run.version >= 3, "the run to get going")
+        spread = SpreadRun(tmp_path, [first], first, [second, third])
+        with spread.started():
+            spread.until(lambda: spread.run.version >= 3, "the run to get going")
             third.cut()
             again = "this machine's ranks ended with code"
-            run.until(lambda: run.said("trainer-0", again) and run.said("trainer-1", again), "both to notice")
+            spread.until(lambda: spread.said("trainer-0", again) and spread.said("trainer-1", again), "both to notice")
             third.mend()
-            run.finish()
+            spread.finish()
 
 
 def test_ranks_that_are_cut_off_in_the_middle_of_a_message_end_too(tmp_path):

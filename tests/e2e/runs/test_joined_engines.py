@@ -141,6 +141,6 @@ def test_run_loses_nothing_in_three_minutes_of_engines_that_come_or_die(tmp_path
 
     assert len(strangers) == len(STRANGERS)
     assert audit([str(fleet.run.root)]) == 0
-    assert fleet.engines_of(fleet.steps) == fleet.addresses
+    assert fleet.run.engines_of(fleet.steps) == fleet.addresses
     assert all("the run is over" in each.process.output for each in fleet.engines.values())
     assert "joining again" in fleet.engines[CUT_OFF].process.output

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -508,6 +509,27 @@ async def test_requests_of_an_engine_whose_machine_is_gone_end_at_once(stage):
     del other._update
     assert await stage.publish(1, incarnation="two") == Live(version=1)
     assert {version for turn in await asyncio.gather(*asking) for version in turn.versions} <= {0, 1}
+
+
+@staged(num_engines=2)
+async def test_caches_are_emptied_whenever_a_version_may_get_other_weights(stage):
+    """They are named by versions: by a trainer that restarted, or publishes one again, or failed to deliver one."""
+    stage.pool.keep_prefix_cache = "always"
+    emptied = [stage.engine.num_cleared]
+    for version, incarnation in ((1, "one"), (2, "one"), (2, "one"), (3, "one"), (4, "two"), (5, "two")):
+        assert await stage.publish(version, incarnation=incarnation) == Live(version=version)
+        emptied.append(stage.engine.num_cleared)
+        assert {engine.cached_since for engine in stage.pool.engines} <= {0, 2, 4}
+    assert np.diff(emptied).tolist() == [0, 0, 1, 0, 1, 0]
+
+    go = await stage.announce(6, 10, incarnation="two")
+    stage.engine.failing_route = "collective_rpc"
+    assert isinstance(await stage.send(go, 10), Again)
+    stage.engine.failing_route = ""
+    stage.attempts = 10
+    before = stage.engine.num_cleared
+    assert await stage.publish(6, incarnation="two") == Live(version=6)
+    assert stage.engine.num_cleared == before + 1
 
 
 @staged()

@@ -118,7 +118,7 @@ class FakeEngine:
         self._at_once = 0
         # by core, salt and beginning: the oldest version that has computed a part of this beginning in a cache
         self._known: dict[tuple[int, str, int], int] = {}
-        self._num_cleared = 0
+        self.num_cleared = 0
         self._prefilling = asyncio.Lock()
         self._epoch = ""
         self._announced: asyncio.Task[dict[str, str]] | None = None
@@ -189,7 +189,7 @@ class FakeEngine:
         if self.delay is not None:
             await self.delay(asked)
         await self.running.wait()
-        begun, cleared = self.version, self._num_cleared
+        begun, cleared = self.version, self.num_cleared
         num_cached, oldest = self._recall(asked, asked.ids, begun)
         if self.prefill_s:
             async with self._prefilling:
@@ -201,9 +201,9 @@ class FakeEngine:
             if self.token_s:
                 await asyncio.sleep(self.token_s)
             await self.running.wait()
-            if cleared != self._num_cleared:  # whatever was computed before is forgotten
+            if cleared != self.num_cleared:  # whatever was computed before is forgotten
                 self.num_computed += len(asked.ids) + place if spans else 0
-                cleared, oldest = self._num_cleared, self.version
+                cleared, oldest = self.num_cleared, self.version
             if not spans or spans[-1]["version"] != self.version_name:
                 self.num_computed += 0 if spans else len(asked.ids) - num_cached
                 asked.met += bool(spans) or self.version != begun
@@ -279,7 +279,7 @@ class FakeEngine:
         self.running.clear()
         if body.get("clear_cache") != "false":
             self._known.clear()
-            self._num_cleared += 1
+            self.num_cleared += 1
 
     async def _resume(self, body: dict) -> None:
         self.running.set()

@@ -23,7 +23,6 @@ from support.engines.scripted_engine import KNOBS
 from support.processes.machines import Machine
 from support.runs.real_run import Process, Run, wait_until
 from support.runs.scripted_kills import Faults
-from trireme.journal.versions import Versions
 
 SCRIPTED = Path(__file__).parents[1] / "engines/scripted_engine.py"
 DEADLINE_S = 240.0
@@ -124,7 +123,7 @@ class Fleet:
         """Have one engine come, return or go."""
         engine = self.engines[number]
         self.events.append((time.monotonic(), number, what))
-        print(f"version {self.version}: {what} engine {number}", flush=True)
+        print(f"version {self.run.version}: {what} engine {number}", flush=True)
         if what == "start":
             self._start(engine)
         elif what in ("cut", "mend"):
@@ -146,14 +145,6 @@ class Fleet:
 
     # what there is to see
 
-    @property
-    def version(self) -> int:
-        return Versions(self.run.paths.journal).newest
-
-    def engines_of(self, version: int) -> set[str]:
-        first = Versions(self.run.paths.journal).read(version).confirmations[0]
-        return {url.removeprefix("http://").partition(":")[0] for url in first.engines}
-
     def looks(self) -> list:
         """Looks at the run's status: times, numbers of the next batch, and addresses and states of engines."""
         return [json.loads(line) for line in self.watcher.output.rpartition("\n")[0].splitlines()]
@@ -163,7 +154,7 @@ class Fleet:
         return {address for address, state in look[2] if state != "starting"}
 
     def until_version(self, version: int) -> None:
-        self.until(lambda: self.version >= version, f"version {version}")
+        self.until(lambda: self.run.version >= version, f"version {version}")
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         def look() -> bool:

@@ -23,6 +23,7 @@ from trireme.base.paths import RunPaths, step_folder
 from trireme.base.processes import die_with_parent, free_port
 from trireme.journal.journal import Journal
 from trireme.journal.records import BatchRecord
+from trireme.journal.versions import Versions
 from trireme.monitor.metrics import Row, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -234,6 +235,16 @@ class Run:
     def batches(self) -> list[BatchRecord]:
         journal = Journal(self.paths.journal)
         return [journal.read(step) for step in journal.steps()]
+
+    @property
+    def version(self) -> int:
+        """The newest version that was confirmed."""
+        return Versions(self.paths.journal).newest
+
+    def engines_of(self, version: int) -> set[str]:
+        """Return the hosts of the engines that confirmed a version at first."""
+        first = Versions(self.paths.journal).read(version).confirmations[0]
+        return {url.removeprefix("http://").partition(":")[0] for url in first.engines}
 
     def weights(self, step: int) -> Path:
         return step_folder(self.paths.weights, step) / "model.safetensors"

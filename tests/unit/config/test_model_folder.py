@@ -191,6 +191,7 @@ def test_latent_attention_in_float32_is_refused_on_gpus(folder, dtype, is_refuse
         ("--inference.args.language-model-only true", "inference.args.language_model_only"),
         ("--inference.args.mm-processor-kwargs 1", "inference.args.mm_processor_kwargs"),
         ("--orchestrator.teacher.base-url http://127.0.0.1:1", "no teacher"),
+        ("--inference.keep-prefix-cache running", 'keep_prefix_cache = "running" ... expected "never"'),
     ],
 )
 def test_run_with_pictures_refuses_options_that_conflict_with_them(folder, flags, words):

@@ -5,6 +5,7 @@ import json
 import re
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -97,6 +98,26 @@ def test_a_later_turn_goes_on_from_the_ids_that_were_sampled(tmp_path, template,
     prompt = talk.answer([ASK], ids)
     assert talk.answer([ASK, says(said), following], [END]) == prompt + ids + talk.tokenizer.encode(glue)
     assert len(talk.samples()) == 1
+
+
+def test_each_token_has_the_oldest_version_that_its_turn_attended_to(tmp_path):
+    talk = Talk(tmp_path)
+    messages, asked = [ASK], []
+    for oldest in (3, 2, None):
+        prompt = talk.ask(messages, None)
+        asked.append(prompt.since)
+        ids = talk.tokenizer.encode("4<|im_end|>")
+        talk.record(prompt, msgspec.structs.replace(turn(ids, "4"), versions=[4] * len(ids), oldest=oldest))
+        messages = [*messages, says("4"), MORE]
+    assert asked == [None, 3, 2]
+    (sample,) = talk.samples()
+    assert sample.oldest[sample.loss_mask > 0].tolist() == [3, 3, 2, 2, 4, 4]
+    assert set(sample.oldest[sample.loss_mask == 0]) == {-1}
+
+    # the last turn was never delivered
+    talk.take_back(2)
+    (sample,) = talk.samples()
+    assert sample.oldest[sample.loss_mask > 0].tolist() == [3, 3, 2, 2]
 
 
 CALL = ToolCall(id="call00100", name="add", arguments='{"a":  2}')

@@ -52,7 +52,7 @@ class Place(NamedTuple):
     engine: Engine
     core: int
     num_held: int = 0  # tokens of the prompt that its cache is taken to hold
-    salt: int = 0  # of that cache: a version that the engine has, or has had
+    salt: int = 0  # name of that cache: a version that the engine has, or has had
 
     @property
     def load(self) -> int:

@@ -111,7 +111,7 @@ class Engine:
     is_confirmed: bool = False  # it has been live
     is_leaving: bool = False  # it gets no new requests and no new weights
     num_failures: int = 0  # transfers in a row that failed with it
-    limits: set[asyncio.Timeout] = field(default_factory=set)  # by which its requests end once it is lost
+    limits: set[asyncio.Timeout] = field(default_factory=set)  # timeouts of its requests, which expire once it is lost
     suspected: asyncio.Event = field(default_factory=asyncio.Event)  # it dropped a request, or may have been replaced
 
     @property

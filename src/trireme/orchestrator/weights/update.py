@@ -75,9 +75,9 @@ RECEIVERS = "weight_broadcast/receivers"
 
 MOST_FAILURES = 3
 """Transfers in a row that may fail with an engine that has just joined, before it is sent away. One is enough that it
-alone has held up for a large part of `weight_broadcast.timeout_s`, after which the trainer gives up."""
+alone has held up for `LATE` of `weight_broadcast.timeout_s`, after which the trainer gives up."""
 
-LATE = 0.5  # that part
+LATE = 0.5  # share of the timeout
 
 LOSS_POLL_S = 0.1  # while engines load
 

@@ -353,6 +353,8 @@ def facts_of(columns: TokenColumns, place: int, *, step: int) -> Iterator[tuple[
     if not columns.sampled[place]:
         yield "given", "to the model, not sampled"
         return
+
+    # Only what an engine sampled has logprobs, a version and an advantage.
     version, ratio = int(columns.versions[place]), float(columns.ratios[place])
     yield "engine", _probability(columns.engine[place])
     yield "trainer", _probability(columns.trainer[place])
@@ -361,6 +363,7 @@ def facts_of(columns: TokenColumns, place: int, *, step: int) -> Iterator[tuple[
     yield "version", f"{version}, lag {step - version}" if version >= 0 else "none: another model sampled it"
     if (oldest := int(columns.oldest[place])) != version:
         yield "cache", f"of version {oldest}, {version - oldest} versions older"
+
     yield "loss", "trained on" if columns.trained[place] else "masked: not trained on"
     if math.isfinite(columns.rewards[place]):
         yield "reward", f"{float(columns.rewards[place]):+.4f}"
