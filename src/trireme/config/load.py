@@ -37,7 +37,6 @@ from trireme.config.translation import (
     is_known,
     names_below,
     renamed,
-    table_of,
     their_keys_named,
     translate,
     with_comments,
@@ -271,9 +270,7 @@ class _Reading:
 
     def take_table(self, table: dict[str, Any], source: Source, above: KeyPath = ()) -> None:
         self.origins.setdefault(above, source)
-        whole = table
-        for name in reversed(above):
-            whole = {name: whole}
+        whole = with_value({}, above, table) if above else table
         self.given = merged(self.given, whole)
         found = translate(whole, rows_for(self.root), where=source.label, root=self.root, given=self.given)
         for path, value in _leaves(found.table, self.root):
@@ -358,7 +355,7 @@ class _Reading:
         value: Any = False if is_negated else read_structure(words) if flag.values else True
         before = self.given
         self.given = with_value(before, path, value)
-        table = table_of(path, value)
+        table = with_value({}, path, value)
         found = translate(table, rows, where=flag.name, root=self.root, given=self.given, is_flag=True)
         source = Source(flag.name, typed=words)
         self._note(found, source)

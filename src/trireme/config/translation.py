@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from trireme.base.errors import ConfigError
 from trireme.config.files import given_values, to_toml, toml_value, without_secrets
-from trireme.config.nested import KeyPath, merged, nested, value_at, without
-from trireme.config.section import Section, as_key, find
+from trireme.config.nested import KeyPath, merged, nested, value_at, with_value, without
+from trireme.config.section import Field, Section, as_key, find
 
 Settings = dict[str, Any]  # our dotted key -> value
 Made = Settings | tuple[Settings, str] | str  # a rule's answer
@@ -214,7 +214,7 @@ def renamed(path: KeyPath, rows: tuple[Row, ...], root: type[Section]) -> KeyPat
     """Return our name of a key, its own if that is ours; None if there is none, or if its value has to be known."""
     mark = object()
     found = translate(
-        table_of(path, mark), tuple(row for row in rows if not callable(row.ours)), root=root, is_flag=True
+        with_value({}, path, mark), tuple(row for row in rows if not callable(row.ours)), root=root, is_flag=True
     )
     for ours, value in found.settings.items() if not found.unknown else ():
         field = find(root, ours)
@@ -231,15 +231,7 @@ def is_known(path: KeyPath, rows: tuple[Row, ...], root: type[Section]) -> bool:
     """Return whether a key is ours, or one that is translated or refused by name, or a table of such."""
     if find(root, path) is not None or names_below(path, rows):
         return True
-    return bool(rows) and not translate(table_of(path, ""), rows, root=root, is_flag=True).unknown
-
-
-def table_of(path: KeyPath, value: Any) -> dict[str, Any]:
-    """Return nested tables with one value in them."""
-    table: dict[str, Any] = {path[-1]: value}
-    for name in reversed(path[:-1]):
-        table = {name: table}
-    return table
+    return bool(rows) and not translate(with_value({}, path, ""), rows, root=root, is_flag=True).unknown
 
 
 def names_below(path: KeyPath, rows: tuple[Row, ...]) -> list[str]:
@@ -288,13 +280,16 @@ class _Node:
 
     row: Row | None = None
     below: dict[str, _Node] = field(default_factory=dict)
-    is_top: bool = False
+    anywhere: dict[str, Row] = field(default_factory=dict)  # of the top: rows of names that every table may have
 
 
 @cache
 def _index(rows: tuple[Row, ...]) -> _Node:
-    top = _Node(is_top=True)
+    top = _Node()
     for row in rows:
+        if row.theirs.startswith("*."):
+            top.anywhere.setdefault(row.theirs[2:], row)
+            continue
         here = top
         for part in _parts(row.theirs):
             here = here.below.setdefault(part, _Node())
@@ -316,12 +311,11 @@ def _nodes_of(top: _Node, path: KeyPath) -> Iterator[tuple[_Node, list[str]]]:
         yield from _nodes_of(top.below[name], rest)
     elif name.isdigit():
         yield from _nodes_of(top, rest)
-    if "*" in top.below and not top.is_top:
+    if "*" in top.below:
         yield from ((node, [name, *wild]) for node, wild in _nodes_of(top.below["*"], rest))
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """A row for a key."""
 
     row: Row | None
@@ -329,18 +323,16 @@ class _Found:
     wild: list[str]  # the parts of it that stood for `*`
 
 
+@dataclass
 class _Walk:
     """One translation under way."""
 
-    def __init__(
-        self, rows: _Node, root: type[Section] | None, given: dict[str, Any], where: str, is_flag: bool
-    ) -> None:
-        self.rows = rows
-        self.root = root
-        self.given = given
-        self.where = where
-        self.is_flag = is_flag
-        self.result = Translated()
+    rows: _Node
+    root: type[Section] | None
+    given: dict[str, Any]
+    where: str
+    is_flag: bool
+    result: Translated = field(default_factory=Translated)
 
     def visit(self, names: tuple[KeyPath, ...], value: Any, above: Row | None) -> None:
         """Translate a key and all below it.
@@ -360,43 +352,31 @@ class _Walk:
             if (further := self._find(names[-1:])).row is None or len(names) > _MOST_NAMES:
                 break
             found = further
-        row, here, value = found.row, names[-1], self._as_array(names[-1], value)
+        row, here, ours = found.row, names[-1], self._field(names[-1])
         renames = row is not None and isinstance(row.ours, str)
-        inside = list(_inside(value))
         has_rows = any(node.below for path in names for node, _ in _nodes_of(self.rows, path))
-        is_ours = self._is_ours(here)
+        is_ours = ours is not None or self._is_in_free_table(here)
+
+        # A file may write a single table where ours is an array of tables.
+        if ours and ours.kind == "sections" and isinstance(value, dict) and not (self.is_flag or here[-1].isdigit()):
+            value = [value]
+        inside = list(_inside(value))
 
         # Tables are walked through unless a rule takes them whole, or they are free tables of ours.
-        if (
-            inside
-            and not (row and callable(row.ours))
-            and (has_rows or renames or (is_ours and self._has_fields(here)))
-        ):
+        if inside and not (row and callable(row.ours)) and (has_rows or renames or (ours and ours.section)):
             for name, below in inside:
                 self.visit(tuple((*path, name) for path in names), below, above if row is None or renames else row)
         elif row is not None and not renames:
             self._apply(row, names[0], value, found)
         elif row is not None or is_ours:
             self._set(names[0], {here: value}, row.note if row else "")
-        elif row := self._anywhere(here) or above:
+        elif row := self.rows.anywhere.get(here[-1]) or above:
             self._apply(row, names[0], value, found)
         elif has_rows and value == {}:
             self._set(names[0], {}, "")
         else:
             self.result.unknown.append(names[0])
             self._set(names[0], {here: value} if self.root else {}, "")
-
-    def _as_array(self, path: KeyPath, value: Any) -> Any:
-        """Return an array of one for a single table where ours is an array of tables, as files may write it."""
-        field = find(self.root, path) if self.root else None
-        is_one = field is not None and field.kind == "sections" and isinstance(value, dict) and not path[-1].isdigit()
-        return [value] if is_one and not self.is_flag else value
-
-    def _anywhere(self, path: KeyPath) -> Row | None:
-        """Return the row for a name that is known in every table."""
-        everywhere = self.rows.below.get("*")
-        node = everywhere.below.get(path[-1]) if everywhere else None
-        return node.row if node else None
 
     def _find(self, names: tuple[KeyPath, ...]) -> _Found:
         """Return the row of the first name that has one."""
@@ -406,17 +386,13 @@ class _Walk:
                     return _Found(node.row, path, wild)
         return _Found(None, names[-1], [])
 
-    def _is_ours(self, path: KeyPath) -> bool:
-        """Return whether our configuration has a key, or a table around it that takes any."""
-        if self.root is None:
-            return False
-        found = find(self.root, path)
-        around = (find(self.root, path[:depth]) for depth in range(1, len(path)))
-        return found is not None or any(each and each.kind == "table" for each in around)
+    def _field(self, path: KeyPath) -> Field | None:
+        return find(self.root, path) if self.root else None
 
-    def _has_fields(self, path: KeyPath) -> bool:
-        found = find(self.root, path) if self.root else None
-        return found is not None and found.section is not None
+    def _is_in_free_table(self, path: KeyPath) -> bool:
+        """Return whether our configuration has a table around a key that takes any."""
+        around = (self._field(path[:depth]) for depth in range(1, len(path)))
+        return any(each and each.kind == "table" for each in around)
 
     def _apply(self, row: Row, theirs: KeyPath, value: Any, found: _Found) -> None:
         written = f"{self.where}: `{as_key(theirs)} = {_short(value)}`"
