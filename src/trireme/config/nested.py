@@ -53,10 +53,10 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def without(table: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return a table without the keys of another one."""
-    left = {key: value for key, value in table.items() if key not in other}
-    both = {key: (table[key], other[key]) for key in table.keys() & other.keys()}
-    return left | {
-        key: without(*pair) for key, pair in both.items() if isinstance(pair[0], dict) and isinstance(pair[1], dict)
+    return {
+        key: without(value, other[key]) if key in other else value
+        for key, value in table.items()
+        if key not in other or (isinstance(value, dict) and isinstance(other[key], dict))
     }
 
 
