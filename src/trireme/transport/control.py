@@ -26,41 +26,12 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from trireme import messages
 from trireme.base.errors import PeerRefused, TriremeError
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.base.network import is_loopback, listening_address, numeric
 from trireme.base.token import TOKEN, token
 from trireme.base.waiting import Waits
-from trireme.messages import (
-    WIRE_VERSION,
-    Again,
-    BatchReply,
-    Beat,
-    Dismissed,
-    Done,
-    GetBatch,
-    GetNewest,
-    GetTerms,
-    Go,
-    Heartbeat,
-    Join,
-    Joined,
-    Leave,
-    Live,
-    Newest,
-    NotYet,
-    Ok,
-    PolicyReady,
-    PolicySent,
-    Publish,
-    Refusal,
-    Reply,
-    Request,
-    Terms,
-    decode_reply,
-    decode_request,
-    encode,
-)
 from trireme.transport.curve import HANDSHAKE_FAILED, ServerAuthenticator, enable_heartbeats, set_client_keys
 
 log = get_logger("control")
@@ -75,16 +46,16 @@ BYTES_AT_ONCE = 4 * LARGEST_REQUEST  # limit for all clients; requests beyond ar
 QUEUE_LENGTH = 2  # messages of one client that ZeroMQ reads ahead; a client waits for each reply
 
 ANSWERS: dict[type, tuple[type, ...]] = {
-    GetNewest: (Newest,),
-    GetBatch: (BatchReply, Publish),
-    PolicyReady: (Go, Again, Live),
-    PolicySent: (Live, Again),
-    Heartbeat: (Ok,),
-    Done: (Ok, Publish),
-    GetTerms: (Terms,),
-    Join: (Joined, Again),
-    Beat: (Ok, Again, Dismissed),
-    Leave: (Ok,),
+    messages.GetNewest: (messages.Newest,),
+    messages.GetBatch: (messages.BatchReply, messages.Publish),
+    messages.PolicyReady: (messages.Go, messages.Again, messages.Live),
+    messages.PolicySent: (messages.Live, messages.Again),
+    messages.Heartbeat: (messages.Ok,),
+    messages.Done: (messages.Ok, messages.Publish),
+    messages.GetTerms: (messages.Terms,),
+    messages.Join: (messages.Joined, messages.Again),
+    messages.Beat: (messages.Ok, messages.Again, messages.Dismissed),
+    messages.Leave: (messages.Ok,),
 }
 """The replies to each request, in addition to `NotYet` and `Refusal`."""
 
@@ -134,7 +105,9 @@ class ControlClient:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._events, zmq.POLLIN)
 
-    def ask(self, request: Request, *, what: str, deadline_s: float, keeps_alive: bool = True) -> Reply:
+    def ask(
+        self, request: messages.Request, *, what: str, deadline_s: float, keeps_alive: bool = True
+    ) -> messages.Reply:
         """Send a request until there is a reply other than `NotYet`.
 
         Args:
@@ -155,12 +128,12 @@ class ControlClient:
                             wait.note = f"it rejects the connection: {TOKEN} must be the same on both machines"
 
                     # A busy peer (an evaluation, a full disk) has its own deadlines: ours counts from the end.
-                    case NotYet(note, busy):
+                    case messages.NotYet(note, busy):
                         wait.note = note
                         if busy:
                             wait.restart_deadline()
 
-                    case Refusal(error):
+                    case messages.Refusal(error):
                         raise PeerRefused(error)
                     case _:
                         # Another version of Trireme sent this reply, and would send it again.
@@ -177,7 +150,7 @@ class ControlClient:
                 if keeps_alive:
                     self._meanwhile()
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: messages.Request) -> None:
         """Send a request without waiting for a reply."""
         # Discard the replies to earlier calls, which no code reads, or they would fill the queue.
         for _ in range(REQUESTS_AT_ONCE):
@@ -187,7 +160,7 @@ class ControlClient:
 
         self._send(_first_frame(0), request)
 
-    def _once(self, request: Request) -> Reply | None:
+    def _once(self, request: messages.Request) -> messages.Reply | None:
         first = _first_frame(next(self._numbers))
         self._send(first, request)
 
@@ -213,8 +186,8 @@ class ControlClient:
         self.is_rejected = not self._has_connected
         return self._has_connected
 
-    def _send(self, first: bytes, request: Request) -> None:
-        frames = [first, encode(request)]
+    def _send(self, first: bytes, request: messages.Request) -> None:
+        frames = [first, messages.encode(request)]
         if len(frames[1]) > LARGEST_REQUEST:
             raise PeerRefused(
                 f"{type(request).__name__} has {len(frames[1])} bytes - at most {LARGEST_REQUEST} were expected - "
@@ -236,10 +209,10 @@ class ControlClient:
 
 
 def _first_frame(number: int) -> bytes:
-    return b"%d:%d" % (WIRE_VERSION, number)
+    return b"%d:%d" % (messages.WIRE_VERSION, number)
 
 
-def _read_reply(frames: list[bytes], first: bytes) -> Reply | None:
+def _read_reply(frames: list[bytes], first: bytes) -> messages.Reply | None:
     """Return the reply; None if it belongs to an earlier request, or is malformed."""
     if len(frames) != 2:
         rate_limited.warning("ignored a reply of %d frames; two were expected", len(frames))
@@ -247,13 +220,13 @@ def _read_reply(frames: list[bytes], first: bytes) -> Reply | None:
     if frames[0] != first:
         return None
     try:
-        return decode_reply(frames[1])
+        return messages.decode_reply(frames[1])
     except Exception as error:  # broken bytes make decoders raise RecursionError, UnicodeDecodeError, ...
         rate_limited.warning("ignored a reply that cannot be decoded: %s: %s", type(error).__name__, error)
         return None
 
 
-Handler = Callable[[Request], Awaitable[Reply]]
+Handler = Callable[[messages.Request], Awaitable[messages.Reply]]
 
 
 class MalformedRequest(TriremeError):
@@ -293,12 +266,14 @@ class ControlServer:
             except MalformedRequest as error:
                 rate_limited.warning("%s was refused: %s", _name(peer), error)
                 if frames and len(frames[0]) <= LONGEST_FIRST_FRAME:
-                    await self._socket.send_multipart([peer, frames[0], encode(Refusal(error=str(error)))])
+                    await self._socket.send_multipart(
+                        [peer, frames[0], messages.encode(messages.Refusal(error=str(error)))]
+                    )
             else:
                 self._begin(handle, peer, frames[0], request, len(frames[1]))
             await asyncio.sleep(0)  # receiving a queued message does not yield to other tasks
 
-    def _begin(self, handle: Handler, peer: bytes, first: bytes, request: Request, num_bytes: int) -> None:
+    def _begin(self, handle: Handler, peer: bytes, first: bytes, request: messages.Request, num_bytes: int) -> None:
         if self._under_way[peer] >= REQUESTS_AT_ONCE or self._bytes_under_way + num_bytes > BYTES_AT_ONCE:
             rate_limited.warning(
                 "dropped a request of %s: %d of it and %d MiB of all clients are being answered",
@@ -322,12 +297,14 @@ class ControlServer:
             await self._rejections.recv_multipart()
             rate_limited.warning("rejected a connection without the run's token: %s must be the same everywhere", TOKEN)
 
-    async def _answer(self, handle: Handler, peer: bytes, first: bytes, request: Request, num_bytes: int) -> None:
+    async def _answer(
+        self, handle: Handler, peer: bytes, first: bytes, request: messages.Request, num_bytes: int
+    ) -> None:
         try:
-            reply = encode(await handle(request))
+            reply = messages.encode(await handle(request))
         except Exception as error:
             log.exception("could not answer a request")
-            reply = encode(Refusal(error=f"{type(error).__name__}: {error}"))
+            reply = messages.encode(messages.Refusal(error=f"{type(error).__name__}: {error}"))
         finally:
             self._bytes_under_way -= num_bytes
             self._under_way[peer] -= 1
@@ -347,7 +324,7 @@ class ControlServer:
 LONGEST_FIRST_FRAME = 64
 
 
-def read_request(frames: list[bytes]) -> Request:
+def read_request(frames: list[bytes]) -> messages.Request:
     """Parse a request. Raises MalformedRequest with what was expected."""
     if len(frames) != 2:
         raise MalformedRequest(
@@ -359,24 +336,24 @@ def read_request(frames: list[bytes]) -> Request:
         raise MalformedRequest(f"A message that begins with {frames[0][:40]!r} - `VERSION:NUMBER` was expected.")
 
     # The version comes before the request, which another version may encode differently.
-    if theirs[1] is None or int(theirs[1]) != WIRE_VERSION:
+    if theirs[1] is None or int(theirs[1]) != messages.WIRE_VERSION:
         version = int(theirs[1]) if theirs[1] else "an earlier one"
         raise MalformedRequest(
-            f"This orchestrator speaks wire version {WIRE_VERSION}, its peer {version} - the same was expected - "
-            "install the same version of Trireme on both."
+            f"This orchestrator speaks wire version {messages.WIRE_VERSION}, its peer {version} - the same was "
+            "expected - install the same version of Trireme on both."
         )
 
     try:
-        request = decode_request(frames[1])
+        request = messages.decode_request(frames[1])
     except Exception as error:  # broken bytes make decoders raise RecursionError, UnicodeDecodeError, ...
         names = ", ".join(kind.__name__ for kind in ANSWERS)
         raise MalformedRequest(
             f"A request of {len(frames[1])} bytes cannot be read ({type(error).__name__}: {error}) - one of {names} "
-            f"was expected, in wire version {WIRE_VERSION}."
+            f"was expected, in wire version {messages.WIRE_VERSION}."
         ) from error
 
     # Only requests that list the tensors of a model are large; others would fill the memory of the server.
-    if len(frames[1]) > LARGEST_PLAIN_REQUEST and not isinstance(request, (PolicyReady, PolicySent)):
+    if len(frames[1]) > LARGEST_PLAIN_REQUEST and not isinstance(request, (messages.PolicyReady, messages.PolicySent)):
         raise MalformedRequest(
             f"{type(request).__name__} has {len(frames[1])} bytes - at most {LARGEST_PLAIN_REQUEST} were expected."
         )
