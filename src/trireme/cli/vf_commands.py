@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from trireme.base.devices import detect_devices
@@ -21,32 +22,13 @@ from trireme.tools.formats.run_file import read_run_file
 ENVIRONMENTS = Path("environments")
 
 
-def vf_setup() -> None:
-    run_command("vf-setup", lambda argv: trireme(["lab", "setup", "--vf-rl", *argv]))
-
-
-def vf_init() -> None:
-    run_command("vf-init", lambda argv: trireme(["env", "init", *argv]))
-
-
-def vf_install() -> None:
-    run_command("vf-install", install)
-
-
-def vf_eval() -> None:
-    run_command("vf-eval", lambda argv: trireme(["eval", "run", *argv]))
-
-
-def vf_tui() -> None:
-    run_command("vf-tui", lambda argv: trireme(["eval-view", *argv]))
-
-
-def vf_vllm() -> None:
-    run_command("vf-vllm", serve)
-
-
-def vf_train() -> None:
-    run_command("vf-train", lambda argv: run_translated("vf-train", argv))
+vf_setup = partial(run_command, "vf-setup", lambda argv: trireme(["lab", "setup", "--vf-rl", *argv]))
+vf_init = partial(run_command, "vf-init", lambda argv: trireme(["env", "init", *argv]))
+vf_install = partial(run_command, "vf-install", lambda argv: install(argv))
+vf_eval = partial(run_command, "vf-eval", lambda argv: trireme(["eval", "run", *argv]))
+vf_tui = partial(run_command, "vf-tui", lambda argv: trireme(["eval-view", *argv]))
+vf_vllm = partial(run_command, "vf-vllm", lambda argv: serve(argv))
+vf_train = partial(run_command, "vf-train", lambda argv: run_translated("vf-train", argv))
 
 
 def install(argv: list[str]) -> int:
