@@ -25,20 +25,7 @@ from trireme.base.faults import reach
 from trireme.base.log import get_logger
 from trireme.base.paths import replace_folder, step_folder, sync_folder
 from trireme.journal.manifest import find_damage, read_manifest
-from trireme.trainer.checkpoint.hf_files import (
-    CONFIG,
-    MAX_FILE_BYTES,
-    WEIGHTS,
-    WHOLE,
-    Layout,
-    adapter_layout,
-    describe_adapters,
-    in_dtype,
-    layout_of,
-    read_layout,
-    stored_tensors,
-    write_model,
-)
+from trireme.trainer.checkpoint import hf_files
 from trireme.trainer.checkpoint.state import MODEL
 from trireme.trainer.model.loading import untrained_of
 from trireme.trainer.model.lora import adapters_of
@@ -68,7 +55,7 @@ class Exporter:
         self._tokenizer = tokenizer
         self._dtype = dtype
         self._adapters = adapters_of(model)  # if only these are trained and exported
-        self._layout = adapter_layout(model) if self._adapters else layout_of(model, dtype)
+        self._layout = hf_files.adapter_layout(model) if self._adapters else hf_files.layout_of(model, dtype)
         self._untrained = untrained_of(model)
 
     def describe(self, checkpoint: Path) -> list[Path]:
@@ -79,7 +66,7 @@ class Exporter:
         self._tokenizer.save_pretrained(folder)
 
         if self._adapters is not None:
-            describe_adapters(folder, self._adapters)
+            hf_files.describe_adapters(folder, self._adapters)
         else:
             describe_model(folder, self._model, self._dtype)
 
@@ -116,11 +103,11 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: str | None = Non
         OSError: the disk is full.
     """
     require_undamaged(checkpoint)
-    layout = read_layout(checkpoint / LAYOUT)
+    layout = hf_files.read_layout(checkpoint / LAYOUT)
     write_export(
         folder,
         partial(copy_description, checkpoint),
-        in_dtype(layout, dtype) if dtype else layout,
+        hf_files.in_dtype(layout, dtype) if dtype else layout,
         shard_files(checkpoint),
         dtype=getattr(torch, dtype) if dtype else None,
     )
@@ -154,7 +141,7 @@ def copy_description(checkpoint: Path, folder: Path, *, without: Sequence[str] =
 def write_export(
     folder: Path,
     describe: Callable[[Path], object],
-    layout: Layout,
+    layout: hf_files.Layout,
     pieces: Sequence[Path],
     *,
     dtype: torch.dtype | None = None,
@@ -168,12 +155,12 @@ def write_export(
     with new_folder(folder, room=sum(map(num_bytes, layout))) as partial:
         describe(partial)
         # An export with `adapter_config.json` holds adapters: PEFT reads them from one file only, under its own name.
-        is_adapter = (partial / CONFIG).is_file()
+        is_adapter = (partial / hf_files.CONFIG).is_file()
         with open_shards(pieces) as stored:
-            most = sys.maxsize if is_adapter else MAX_FILE_BYTES
-            write_model(partial, layout, stored_tensors(layout, stored), max_file_bytes=most)
+            most = sys.maxsize if is_adapter else hf_files.MAX_FILE_BYTES
+            hf_files.write_model(partial, layout, hf_files.stored_tensors(layout, stored), max_file_bytes=most)
         if is_adapter:
-            (partial / WHOLE).rename(partial / WEIGHTS)
+            (partial / hf_files.WHOLE).rename(partial / hf_files.WEIGHTS)
         elif dtype is not None:
             correct_config(partial, dtype)
 
