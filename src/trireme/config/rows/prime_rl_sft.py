@@ -5,17 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trireme.config.nested import value_at
-from trireme.config.rows.prime_rl import (
-    AUTUMN,
-    INFERENCE,
-    NO_MATTER,
-    RUN,
-    TRAINER,
-    of_evaluation,
-    of_renderer,
-    of_sampling,
-    of_sources,
-)
+from trireme.config.rows import prime_rl
 from trireme.config.rows.rules import HARDWARE, on_gpus, only
 from trireme.config.rows.sources import ENGINES, set_count
 from trireme.config.sft import FAKE, FAKE_OF_ANY_LENGTH
@@ -79,23 +69,23 @@ DATA = spread(
     Row("data.seed", "seed"),
     Row("data.pack_function", None, "samples are packed into rows"),
     Row("data.loss_mask", set_roles),
-    Row("data.source[].{dataset name}", "source[].data", since=AUTUMN),
-    Row("data.source", "source", since=AUTUMN),
+    Row("data.source[].{dataset name}", "source[].data", since=prime_rl.AUTUMN),
+    Row("data.source", "source", since=prime_rl.AUTUMN),
     Row("val.interval", "validation_interval"),
     Row("val.eval_on_start", None, "measured before the first step, and after the last"),
     Row("val.data.name", "validation"),
     Row("val.data.splits", lambda splits, table: {"validation_split": splits[0]}),
     Row("val.data", None, "as in training"),
-    Row("loss_impl", None, NO_MATTER),
+    Row("loss_impl", None, prime_rl.NO_MATTER),
     Row("weight_broadcast", None, "the engine of an evaluation reads what the trainer has written"),
     Row("dist_timeout_seconds", None, "ranks wait for each other as long as torch does"),
     Row("tokenizer.chat_template", "chat_template"),
     Row("deployment.num_train_gpus", on_gpus("num_ranks")),
     Row("deployment.{num_infer_gpus num_eval_gpus}", None, ENGINE),
-    *of_evaluation("eval"),
+    *prime_rl.of_evaluation("eval"),
     refused("eval.client", ENGINES),
     Row("eval.env_server_base_port", None, "workers of environments need no ports"),
-    *of_renderer("renderer", "chat_template_kwargs"),
+    *prime_rl.of_renderer("renderer", "chat_template_kwargs"),
 )  # fmt: skip
 
 
@@ -104,16 +94,16 @@ _OF_BOTH = {"ckpt", "resume", "run", "clean", "dry_run", "bench", "log", "monito
 _OF_BOTH |= {"deployment", "tokenizer"}
 PRIME_RL_SFT = spread(
     DATA,
-    (row for row in TRAINER if not row.theirs.startswith(_OF_RL)),
-    (row for row in RUN if row.theirs.partition(".")[0] in _OF_BOTH),
-    INFERENCE,
+    (row for row in prime_rl.TRAINER if not row.theirs.startswith(_OF_RL)),
+    (row for row in prime_rl.RUN if row.theirs.partition(".")[0] in _OF_BOTH),
+    prime_rl.INFERENCE,
 )
 
 PRIME_RL_EVALS = spread(
     Row("eval.source", "env"),
     Row("model", lambda model, table: {"model" if isinstance(model, dict) else "model.name": model}),
     Row("client.base_url", lambda url, table: {"client.base_url": url[0] if isinstance(url, list) and url else url}),
-    Row("use_tqdm log weight_broadcast eval.client", None, NO_MATTER),
+    Row("use_tqdm log weight_broadcast eval.client", None, prime_rl.NO_MATTER),
     Row("save save_to_disk monitors", None, "results are in the run's folder"),
     Row("reasoning_field", None, "thinking is read wherever the server puts it"),
     Row("eval.client.{base_url api_key_var}", "client.{}"),
@@ -127,6 +117,6 @@ PRIME_RL_EVALS = spread(
     Row("eval.group_size", "rollouts_per_example"),
     Row("eval.num_examples num_examples", set_count("num_examples")),
     refused("online", "`uv run eval --weights-dir FOLDER` evaluates what a run has written. Remove it."),
-    *of_sampling("sampling"),
-    *of_sources("env", trains=False),
+    *prime_rl.of_sampling("sampling"),
+    *prime_rl.of_sources("env", trains=False),
 )  # fmt: skip
