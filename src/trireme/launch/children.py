@@ -16,17 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trireme.base.errors import TriremeError
 from trireme.base.processes import TEMPORARY, make_socket_folder
-from trireme.launch.process_tree import (
-    MARKER,
-    MEMBER,
-    Descendants,
-    Guard,
-    Process,
-    end_all,
-    kill_all,
-    mark_of,
-    read_processes,
-)
+from trireme.launch import process_tree
 from trireme.monitor.progress import ProcessState
 
 if TYPE_CHECKING:
@@ -58,10 +48,10 @@ class Exit(NamedTuple):
 class Child:
     """One process of the run, in a session of its own, with its descendants. It can be started again after `end`."""
 
-    def __init__(self, spec: ProcessSpec, guard: Guard, *, temporary: Path) -> None:
+    def __init__(self, spec: ProcessSpec, guard: process_tree.Guard, *, temporary: Path) -> None:
         self.spec = spec
         self._temporary = temporary  # a folder that is removed when all children have ended
-        self.family = Descendants()
+        self.family = process_tree.Descendants()
         self.log_start = 0  # byte of the log at which this run of the process begins
         self.started_at = 0.0  # unix time
         self.num_starts = 0
@@ -130,7 +120,7 @@ class Child:
         self._killed_why = why
         os.kill(self._popen.pid, signal.SIGKILL)
 
-    def kill_member(self, process: Process, why: str) -> None:
+    def kill_member(self, process: process_tree.Process, why: str) -> None:
         """Kill one process of its family, which may be the child itself."""
         if self._popen is not None and process.pid == self._popen.pid:
             self.kill(why)
@@ -146,7 +136,7 @@ class Child:
     def end(self) -> None:
         """End it and its descendants at once, to restart this child alone."""
         self.family.release(self.name)
-        kill_all(self.family, mark_of(os.getpid(), self.name))
+        process_tree.kill_all(self.family, process_tree.mark_of(os.getpid(), self.name))
         self.reap()
 
     def reap(self) -> None:
@@ -187,13 +177,13 @@ def _environment(spec: ProcessSpec, temporary: Path) -> dict[str, str]:
         environment |= {TEMPORARY: str(temporary)}
 
     # The marks come last: the guard finds processes by them, so no setting may change them.
-    return environment | dict(spec.env) | {MARKER: str(os.getpid()), MEMBER: spec.name}
+    return environment | dict(spec.env) | {process_tree.MARKER: str(os.getpid()), process_tree.MEMBER: spec.name}
 
 
 class Children:
     """All child processes of a run."""
 
-    def __init__(self, children: list[Child], guard: Guard, temporary: Path) -> None:
+    def __init__(self, children: list[Child], guard: process_tree.Guard, temporary: Path) -> None:
         self.children = children
         self._guard = guard
         self._temporary = temporary
@@ -206,7 +196,7 @@ class Children:
         child.start()
         return child
 
-    def look(self) -> dict[int, Process] | None:
+    def look(self) -> dict[int, process_tree.Process] | None:
         """Record exits; once a second also descendants. Return the machine's process table in that case."""
         for child in self.children:
             child.poll()
@@ -216,7 +206,7 @@ class Children:
             return None
         self._scanned = time.monotonic()
 
-        table = read_processes()
+        table = process_tree.read_processes()
         for child in self.children:
             self._guard.watch(child.family.scan(table))
         return table
@@ -237,7 +227,7 @@ def open_children(
     """
     # The guard starts before the first child, so that no child is ever without one.
     temporary = make_socket_folder("trireme-")
-    guard = Guard(grace_s, temporary, keep_open)
+    guard = process_tree.Guard(grace_s, temporary, keep_open)
     children = [Child(spec, guard, temporary=temporary) for spec in specs]
 
     try:
@@ -245,10 +235,10 @@ def open_children(
             child.start()
         yield Children(children, guard, temporary)
     finally:
-        family = Descendants()
+        family = process_tree.Descendants()
         for child in children:
             family.absorb(child.family)
-        end_all(family, marks=mark_of(os.getpid()), grace_s=grace_s, hurry=hurry)
+        process_tree.end_all(family, marks=process_tree.mark_of(os.getpid()), grace_s=grace_s, hurry=hurry)
         for child in children:
             child.reap()
         shutil.rmtree(temporary, ignore_errors=True)
