@@ -10,30 +10,7 @@ from typing import Any
 from msgspec import Raw
 
 from trireme.journal.model_turn import Message
-from trireme.orchestrator.gateway.dialects.turn import (
-    ERROR_TYPES,
-    STATUS,
-    Body,
-    ClientRequest,
-    Content,
-    Count,
-    Dialect,
-    Event,
-    Limits,
-    Part,
-    Rejected,
-    Shape,
-    ToolChoice,
-    TopK,
-    as_messages,
-    choose_sampling,
-    function,
-    nested_call,
-    read_content,
-    read_picture,
-    read_text,
-    whole_json,
-)
+from trireme.orchestrator.gateway.dialects import turn
 from trireme.orchestrator.session.wire import Reply
 
 SAMPLING = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k")} | {"stop_sequences": "stop"}
@@ -52,7 +29,7 @@ HARMLESS: dict[str, tuple[bytes, ...]] = dict.fromkeys(
 THINKS = {"enabled": True, "disabled": False}  # values of `enable_thinking`; the model decides if "adaptive"
 
 
-class Block(Part):
+class Block(turn.Part):
     """A block of a message's content."""
 
     thinking: str | None = None
@@ -60,50 +37,50 @@ class Block(Part):
     name: str | None = None
     input: Raw = Raw()
     tool_use_id: str | None = None
-    content: Content = None
+    content: turn.Content = None
 
 
-class AnthropicMessage(Shape):
+class AnthropicMessage(turn.Shape):
     role: str
     content: str | list[Block] | None = None
 
 
-class AnthropicTool(Shape):
+class AnthropicTool(turn.Shape):
     name: str
     description: str | None = None
     input_schema: Raw = Raw()
 
 
-class Thinking(Shape):
+class Thinking(turn.Shape):
     type: str | None = None
 
 
-class OutputConfig(Shape):
+class OutputConfig(turn.Shape):
     effort: str | None = None
 
 
-class AnthropicBody(Body):
+class AnthropicBody(turn.Body):
     messages: list[AnthropicMessage] | None = None
-    system: Content = None
+    system: turn.Content = None
     tools: list[AnthropicTool] | None = None
-    tool_choice: ToolChoice | None = None
-    max_tokens: Count = None
-    top_k: TopK = None
+    tool_choice: turn.ToolChoice | None = None
+    max_tokens: turn.Count = None
+    top_k: turn.TopK = None
     stop_sequences: list[str] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
 
-def read(body: AnthropicBody) -> ClientRequest:
+def read(body: AnthropicBody) -> turn.ClientRequest:
     """Read a request. Raises: Rejected."""
-    limits = Limits()
+    limits = turn.Limits()
     limits.count(body.stop_sequences)
     limits.count(body.system)
 
     messages: list[Message] = []
-    if system := read_text(body.system, kinds=("text",), where="system"):
+    if system := turn.read_text(body.system, kinds=("text",), where="system"):
         messages.append({"role": "system", "content": system})
-    given = as_messages(body.messages, where="messages")
+    given = turn.as_messages(body.messages, where="messages")
     limits.count(given)
     for place, message in enumerate(given):
         messages += _read_message(message, f"messages[{place}]", limits)
@@ -113,26 +90,26 @@ def read(body: AnthropicBody) -> ClientRequest:
     for place, tool in enumerate(body.tools or ()):
         schema = limits.decode(tool.input_schema, f"tools[{place}]")
         if isinstance(schema, dict):  # unlike web_search, which Anthropic's servers run
-            functions.append(function(tool.name, tool.description, schema))
+            functions.append(turn.function(tool.name, tool.description, schema))
 
     # whether and how much to think
     effort = body.output_config.effort if body.output_config is not None else None
     thinks = THINKS.get(body.thinking.type or "") if body.thinking is not None else None
 
-    return ClientRequest(
+    return turn.ClientRequest(
         messages=messages,
         tools=functions or None,
-        sampling=choose_sampling(body, SAMPLING, effort=effort, thinks=thinks),
+        sampling=turn.choose_sampling(body, SAMPLING, effort=effort, thinks=thinks),
         streams=bool(body.stream),
         calls_tools=body.tool_choice is None or body.tool_choice.type != "none",
     )
 
 
-def _read_message(message: AnthropicMessage, where: str, limits: Limits) -> list[Message]:
+def _read_message(message: AnthropicMessage, where: str, limits: turn.Limits) -> list[Message]:
     """Read one message, as several if it has the results of tools."""
     role, content = message.role, message.content
     if role not in ("user", "assistant", "system"):
-        raise Rejected("invalid", f"{where}: the role is {role!r:.80}, expected 'user', 'assistant' or 'system'")
+        raise turn.Rejected("invalid", f"{where}: the role is {role!r:.80}, expected 'user', 'assistant' or 'system'")
     if not isinstance(content, list):
         return [{"role": role, "content": content or ""}]
 
@@ -148,13 +125,13 @@ def _read_message(message: AnthropicMessage, where: str, limits: Limits) -> list
             # back to the text that the model wrote, so that its turn is recognised
             if isinstance(arguments, dict) and list(arguments) == [UNPARSED]:
                 arguments = arguments[UNPARSED]
-            calls.append(nested_call(block.id, block.name, arguments, where=where))
+            calls.append(turn.nested_call(block.id, block.name, arguments, where=where))
         elif block.type == "thinking" and block.thinking is not None:
             thoughts.append(block.thinking)
-        elif role == "user" and (picture := read_picture(block, where)) is not None:
+        elif role == "user" and (picture := turn.read_picture(block, where)) is not None:
             shown.append(picture)
         elif block.type != "redacted_thinking":
-            texts.append(read_text([block], kinds=("text",), where=where))
+            texts.append(turn.read_text([block], kinds=("text",), where=where))
             shown.append({"type": "text", "text": texts[-1]})
 
     # results are messages of their own in chat; what is left is one more, if there is anything
@@ -173,15 +150,15 @@ def _read_message(message: AnthropicMessage, where: str, limits: Limits) -> list
 
 def _read_result(block: Block, where: str) -> Message:
     if block.tool_use_id is None:
-        raise Rejected("invalid", f"{where}: a tool result without `tool_use_id`, expected the id of its call")
+        raise turn.Rejected("invalid", f"{where}: a tool result without `tool_use_id`, expected the id of its call")
     return {
         "role": "tool",
         "tool_call_id": block.tool_use_id,
-        "content": read_content(block.content, kinds=("text",), where=where),
+        "content": turn.read_content(block.content, kinds=("text",), where=where),
     }
 
 
-def answer(reply: Reply, request: ClientRequest) -> dict[str, Any]:
+def answer(reply: Reply, request: turn.ClientRequest) -> dict[str, Any]:
     """Write a turn as a message."""
     blocks = [block for block, _ in _blocks(reply)]
     return _head(reply) | {"content": blocks, **_end(reply), "usage": _usage(reply)}
@@ -201,7 +178,7 @@ def _blocks(reply: Reply) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]
     if reply.text or not reply.calls:
         yield {"type": "text", "text": reply.text}, [{"type": "text_delta", "text": reply.text}]
     for call in reply.calls:
-        written = whole_json(call.arguments)
+        written = turn.whole_json(call.arguments)
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": _arguments(written)}
         yield block, [{"type": "input_json_delta", "partial_json": written}]
 
@@ -215,7 +192,7 @@ def _arguments(written: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {UNPARSED: written}
 
 
-def events(reply: Reply, request: ClientRequest) -> Iterator[Event]:
+def events(reply: Reply, request: turn.ClientRequest) -> Iterator[turn.Event]:
     """Write a turn as a stream: it was sampled whole, so each of its blocks is one delta."""
     start = _head(reply) | {"content": [], "stop_reason": None, "stop_sequence": None}
     usage = _usage(reply)
@@ -238,7 +215,7 @@ def events(reply: Reply, request: ClientRequest) -> Iterator[Event]:
     yield _event("message_stop")
 
 
-def _event(kind: str, **fields: Any) -> Event:
+def _event(kind: str, **fields: Any) -> turn.Event:
     return kind, {"type": kind, **fields}
 
 
@@ -259,10 +236,12 @@ def _usage(reply: Reply) -> dict[str, Any]:
     }
 
 
-def error(refused: Rejected) -> dict[str, Any]:
+def error(refused: turn.Rejected) -> dict[str, Any]:
     """Write an error as this API does. Claude Code recognises an overlong prompt by these words."""
     words = f"prompt is too long: {refused}" if refused.problem == "overlong" else str(refused)
-    return {"type": "error", "error": {"type": ERROR_TYPES[STATUS[refused.problem]], "message": words}}
+    return {"type": "error", "error": {"type": turn.ERROR_TYPES[turn.STATUS[refused.problem]], "message": words}}
 
 
-ANTHROPIC = Dialect(AnthropicBody, HARMLESS, read, answer, events, error, lambda refused: ("error", error(refused)))
+ANTHROPIC = turn.Dialect(
+    AnthropicBody, HARMLESS, read, answer, events, error, lambda refused: ("error", error(refused))
+)

@@ -9,28 +9,8 @@ from typing import Any
 from msgspec import Raw
 
 from trireme.journal.model_turn import Message, ToolCall
+from trireme.orchestrator.gateway.dialects import turn
 from trireme.orchestrator.gateway.dialects.chat import error
-from trireme.orchestrator.gateway.dialects.turn import (
-    Body,
-    ClientRequest,
-    Content,
-    Count,
-    Dialect,
-    Event,
-    Limits,
-    Rejected,
-    Shape,
-    Tool,
-    ToolChoice,
-    as_messages,
-    choose_sampling,
-    custom_function,
-    custom_input,
-    function,
-    nested_call,
-    read_content,
-    read_text,
-)
 from trireme.orchestrator.session.wire import Reply
 
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
@@ -50,26 +30,26 @@ HARMLESS: dict[str, tuple[bytes, ...]] = {
 }  # fmt: skip
 
 
-class Item(Shape):
+class Item(turn.Shape):
     """An item of the input, of any kind."""
 
     type: str | None = None
     role: str | None = None
-    content: Content = None
-    summary: Content = None
+    content: turn.Content = None
+    summary: turn.Content = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: Raw = Raw()
     input: str | None = None
-    output: Content = None
+    output: turn.Content = None
 
 
-class Grammar(Shape):
+class Grammar(turn.Shape):
     definition: str | None = None
 
 
-class ResponsesTool(Shape):
+class ResponsesTool(turn.Shape):
     """A tool, or a namespace of tools."""
 
     type: str | None = None
@@ -80,22 +60,22 @@ class ResponsesTool(Shape):
     tools: list[ResponsesTool] | None = None
 
 
-class Reasoning(Shape):
+class Reasoning(turn.Shape):
     effort: str | None = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(turn.Body):
     input: str | list[Item] | None = None
     instructions: str | None = None
     tools: list[ResponsesTool] | None = None
-    tool_choice: str | ToolChoice | None = None
-    max_output_tokens: Count = None
+    tool_choice: str | turn.ToolChoice | None = None
+    max_output_tokens: turn.Count = None
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
     store: bool | None = None
 
 
-def read(body: ResponsesBody, earlier: Sequence[Message] = ()) -> ClientRequest:
+def read(body: ResponsesBody, earlier: Sequence[Message] = ()) -> turn.ClientRequest:
     """Read a request.
 
     Args:
@@ -104,7 +84,7 @@ def read(body: ResponsesBody, earlier: Sequence[Message] = ()) -> ClientRequest:
     Raises: Rejected.
     """
     effort = body.reasoning.effort if body.reasoning is not None else None
-    limits = Limits()
+    limits = turn.Limits()
     limits.count([*earlier])
 
     # instructions are not kept with the earlier conversation, as each request brings its own
@@ -112,35 +92,35 @@ def read(body: ResponsesBody, earlier: Sequence[Message] = ()) -> ClientRequest:
     functions, declared = read_tools(body.tools or [], limits)
 
     given = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    messages += [*earlier, *read_items(as_messages(given, where="input"), declared, limits)]
+    messages += [*earlier, *read_items(turn.as_messages(given, where="input"), declared, limits)]
 
-    return ClientRequest(
+    return turn.ClientRequest(
         messages=messages,
         tools=functions or None,
-        sampling=choose_sampling(body, SAMPLING, effort=effort),
+        sampling=turn.choose_sampling(body, SAMPLING, effort=effort),
         streams=bool(body.stream),
         calls_tools=body.tool_choice != "none",
         declared=declared,
     )
 
 
-def read_tools(tools: list[ResponsesTool], limits: Limits) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
+def read_tools(tools: list[ResponsesTool], limits: turn.Limits) -> tuple[list[dict[str, Any]], dict[str, turn.Tool]]:
     """Return the tools as functions, and how each was declared; without those that OpenAI's servers would run."""
     functions: list[dict[str, Any]] = []
-    declared: dict[str, Tool] = {}
+    declared: dict[str, turn.Tool] = {}
 
     def add(tool: ResponsesTool, namespace: str | None, where: str) -> None:
         if tool.type not in ("function", "custom"):
             return
         if tool.name is None:
-            raise Rejected("invalid", f"{where}: a tool of the kind {tool.type!r}, expected a name")
+            raise turn.Rejected("invalid", f"{where}: a tool of the kind {tool.type!r}, expected a name")
         seen = f"{namespace}{SEPARATOR}{tool.name}" if namespace else tool.name
         if tool.type == "custom":
             grammar = tool.format.definition if tool.format is not None else None
-            functions.append(custom_function(seen, tool.description, grammar))
+            functions.append(turn.custom_function(seen, tool.description, grammar))
         else:
-            functions.append(function(seen, tool.description, limits.decode(tool.parameters, where)))
-        declared[seen] = Tool(tool.name, tool.type == "custom", namespace)
+            functions.append(turn.function(seen, tool.description, limits.decode(tool.parameters, where)))
+        declared[seen] = turn.Tool(tool.name, tool.type == "custom", namespace)
 
     # tools of a namespace are shown to the model one by one, with the namespace in their names
     limits.count(tools)
@@ -154,7 +134,7 @@ def read_tools(tools: list[ResponsesTool], limits: Limits) -> tuple[list[dict[st
     return functions, declared
 
 
-def read_items(items: list[Item], declared: dict[str, Tool], limits: Limits) -> list[Message]:
+def read_items(items: list[Item], declared: dict[str, turn.Tool], limits: turn.Limits) -> list[Message]:
     """Read input items. What one turn of the model wrote (reasoning, text, calls) becomes one message again.
 
     Raises: Rejected.
@@ -162,16 +142,16 @@ def read_items(items: list[Item], declared: dict[str, Tool], limits: Limits) -> 
     seen: dict[tuple[str | None, str | None], str]
     seen = {(tool.namespace, tool.name): name for name, tool in declared.items()}
     messages: list[Message] = []
-    turn: Message | None = None  # the model's turn whose items are being read
+    current: Message | None = None  # the model's turn whose items are being read
     turns: list[Message] = []  # all of the model's; their texts are joined at the end, as adding them up is quadratic
 
     def model_turn() -> Message:
-        nonlocal turn
-        if turn is None:
-            turn = {"role": "assistant", "content": []}
-            messages.append(turn)
-            turns.append(turn)
-        return turn
+        nonlocal current
+        if current is None:
+            current = {"role": "assistant", "content": []}
+            messages.append(current)
+            turns.append(current)
+        return current
 
     limits.count(items)
     for place, item in enumerate(items):
@@ -182,40 +162,40 @@ def read_items(items: list[Item], declared: dict[str, Tool], limits: Limits) -> 
                 limits.count(content)
 
         if kind == "reasoning":
-            if turn is not None and (any(turn["content"]) or turn.get("tool_calls")):
-                turn = None  # the model thinks before it writes: this is another turn
-            if text := read_text(item.content or item.summary, kinds=TEXT_PARTS, where=where):
+            if current is not None and (any(current["content"]) or current.get("tool_calls")):
+                current = None  # the model thinks before it writes: this is another turn
+            if text := turn.read_text(item.content or item.summary, kinds=TEXT_PARTS, where=where):
                 model_turn().setdefault("reasoning_content", []).append(text)
         elif kind == "message" and item.role == "assistant":
-            model_turn()["content"].append(read_text(item.content, kinds=TEXT_PARTS, where=where))
+            model_turn()["content"].append(turn.read_text(item.content, kinds=TEXT_PARTS, where=where))
         elif kind in ITEM_TOOLS:
             name = seen.get((item.namespace, item.name), item.name)
             arguments = {"input": item.input} if kind == "custom_tool_call" else limits.decode(item.arguments, where)
-            call = nested_call(item.call_id, name, arguments, where=where)
+            call = turn.nested_call(item.call_id, name, arguments, where=where)
             model_turn().setdefault("tool_calls", []).append(call)
         else:
-            turn = None
+            current = None
             messages.append(_read_given(item, kind, where))
 
-    for turn in turns:
-        turn |= {name: "".join(turn[name]) for name in ("content", "reasoning_content") if name in turn}
+    for each in turns:
+        each |= {name: "".join(each[name]) for name in ("content", "reasoning_content") if name in each}
     return messages
 
 
 def _read_given(item: Item, kind: str, where: str) -> Message:
     """Read an item that the agent wrote."""
     if kind in OUTPUTS and item.call_id is not None:
-        output = read_content(item.output, kinds=TEXT_PARTS, where=where)
+        output = turn.read_content(item.output, kinds=TEXT_PARTS, where=where)
         return {"role": "tool", "tool_call_id": item.call_id, "content": output}
     if kind != "message" or item.role is None:
-        raise Rejected(
+        raise turn.Rejected(
             "invalid", f"{where}: an item of the kind {kind!r:.80} - this policy does not read it. Remove it."
         )
-    content = read_content(item.content, kinds=TEXT_PARTS, where=where)
+    content = turn.read_content(item.content, kinds=TEXT_PARTS, where=where)
     return {"role": ROLES.get(item.role, item.role), "content": content}
 
 
-def answer(reply: Reply, request: ClientRequest) -> dict[str, Any]:
+def answer(reply: Reply, request: turn.ClientRequest) -> dict[str, Any]:
     """Write a turn as a response."""
     cut = reply.finish == "length"
     return _response(reply, "incomplete" if cut else "completed", output_items(reply, request)) | {
@@ -230,7 +210,7 @@ def answer(reply: Reply, request: ClientRequest) -> dict[str, Any]:
     }
 
 
-def output_items(reply: Reply, request: ClientRequest) -> list[dict[str, Any]]:
+def output_items(reply: Reply, request: turn.ClientRequest) -> list[dict[str, Any]]:
     """Return what the turn adds to the conversation, as items."""
     items: list[dict[str, Any]] = []
     if reply.reasoning:
@@ -246,17 +226,17 @@ def output_items(reply: Reply, request: ClientRequest) -> list[dict[str, Any]]:
     return items
 
 
-def _write_call(call: ToolCall, item_id: str, request: ClientRequest) -> dict[str, Any]:
-    tool = request.declared.get(call.name, Tool(call.name))
+def _write_call(call: ToolCall, item_id: str, request: turn.ClientRequest) -> dict[str, Any]:
+    tool = request.declared.get(call.name, turn.Tool(call.name))
     head = {"id": item_id, "call_id": call.id, "name": tool.name, "status": "completed"}
     if tool.namespace is not None:
         head["namespace"] = tool.namespace
     if tool.is_custom:
-        return {"type": "custom_tool_call", **head, "input": custom_input(call.arguments)}
+        return {"type": "custom_tool_call", **head, "input": turn.custom_input(call.arguments)}
     return {"type": "function_call", **head, "arguments": call.arguments}
 
 
-def events(reply: Reply, request: ClientRequest) -> Iterator[Event]:
+def events(reply: Reply, request: turn.ClientRequest) -> Iterator[turn.Event]:
     """Write a turn as a stream: it was sampled whole, so each of its texts is one delta."""
     last = answer(reply, request)
     started = _response(reply, "in_progress", [])
@@ -317,7 +297,7 @@ def _response(reply: Reply, status: str, output: list[dict[str, Any]]) -> dict[s
     }
 
 
-def error_event(refused: Rejected) -> Event:
+def error_event(refused: turn.Rejected) -> turn.Event:
     """Write an error into a stream that has begun."""
     about = error(refused)["error"]
     failed = {"code": about["code"] or "server_error", "message": about["message"]}
@@ -325,4 +305,4 @@ def error_event(refused: Rejected) -> Event:
     return "response.failed", {"type": "response.failed", "sequence_number": 0, "response": response}
 
 
-RESPONSES = Dialect(ResponsesBody, HARMLESS, read, answer, events, error, error_event)
+RESPONSES = turn.Dialect(ResponsesBody, HARMLESS, read, answer, events, error, error_event)
