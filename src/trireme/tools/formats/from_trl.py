@@ -23,6 +23,7 @@ from trireme.config.translation import DEFAULT, Line, Translated, their_keys_nam
 from trireme.tools.formats.row_rules import Table
 from trireme.tools.formats.script_reader import Script, number_of_examples, read_script
 from trireme.tools.formats.trl import TRL_GRPO, TRL_SFT, VERSION, defaults_of
+from trireme.tools.formats.trl_rules import evaluates
 from trireme.tools.formats.yaml_file import load
 
 ONLY_THERE = ("completion_ids", "trainer_state", "environments")
@@ -111,12 +112,9 @@ def _given(typed: argparse.Namespace) -> Table:
 def translate_script(script: Script) -> tuple[Translated, list[str]]:
     """Return the run in our keys, and all that cannot be read or is not supported."""
     table = script.table | script.given
-    if script.kind == "grpo":
-        script.slice.add(script.parameters.get("train_dataset"), script.parameters.get("reward_funcs"))
-        if table.get("eval_strategy", "no") != "no":
-            script.slice.add(script.parameters.get("eval_dataset"))
-    else:
-        script.slice.add(script.parameters.get("train_dataset"))
+    has_evaluation = script.kind == "grpo" and evaluates(table)
+    carried = ("train_dataset", "reward_funcs", *(["eval_dataset"] if has_evaluation else []))
+    script.slice.add(*map(script.parameters.get, carried))
     if (examples := number_of_examples(script)) is not None:
         table = {"num_examples": examples} | table
     rows, defaults = TRL_GRPO if script.kind == "grpo" else TRL_SFT, defaults_of(table, script.kind)
@@ -198,13 +196,12 @@ def program_text(script: Script, folder: Path) -> str:
     """Return the file with the script's data preparation and reward functions."""
     source = os.path.relpath(script.program.path.resolve().parent, folder.resolve())
     parts = {name: ast.unparse(node) for name, node in script.parameters.items()}
-    evaluates = (script.table | script.given).get("eval_strategy", "no") != "no"
     carried = script.slice.text()
     text = FRAME[script.kind].format(
         script=script.program.path.name,
         carried=carried,
         train=parts["train_dataset"],
-        eval=parts.get("eval_dataset", "None") if evaluates else "None",
+        eval=parts.get("eval_dataset", "None") if evaluates(script.table | script.given) else "None",
         rewards=parts.get("reward_funcs"),
         weights=script.weights,
         text=script.table.get("dataset_text_field", "text"),
