@@ -30,12 +30,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from benchmarks.measuring import command, cpu_s, print_table
 from benchmarks.runs import run_countdown
 from support.engines.fake_engine import Asked, FakeEngine, FakeTrainer, WeightWire, build_app, serving
 from support.models.tiny_tokenizer import END
 from support.runs.whole_run import SAY, build_config
 from trireme.config.run import RunConfig
+from trireme.journal.journal import Journal
+from trireme.journal.targets import num_sampled
+from trireme.monitor.metrics import read_metrics
 from trireme.monitor.spans import ENGINE, FEW, ORCHESTRATOR, TRAINER, Lane, SpansFile, open_spans, read_spans
 from trireme.monitor.timeline import OTHER, advice_for, idle, reasons, shares, steady
 from trireme.orchestrator.loop import drive, open_orchestrator
@@ -43,7 +48,8 @@ from trireme.orchestrator.loop import drive, open_orchestrator
 DEADLINE_S = 600.0
 WARM_UP = 3  # steps that are not counted
 COLUMNS = ["run", "trainer trains", "waits", "moves weights", "other", "engine generates", "few requests", "waits"]
-COLUMNS += ["moves weights", "other", "places busy", "engine waits for"]
+COLUMNS += ["moves weights", "other", "places empty", "lag mean", "max", "stale", "length trained / begun"]
+COLUMNS += ["engine waits for"]
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,11 @@ class Workload:
     batch: int = 64
     places: int = 32
     mean_tokens: int = 60
-    step_s: float = 2.0
-    num_steps: int = 16
+    step_s: float = 1.0
+    num_steps: int = 48
     level: int = 1
-    oversampling: float = 1.0
+    oversampling: float = 1.5
+    trainer: float = 1.0
     seed: int = 0
 
     @property
@@ -75,7 +82,8 @@ class PacedEngine(FakeEngine):
         self._places = asyncio.Semaphore(work.places)
         self._rng = random.Random(work.seed)
         self._paused = asyncio.Event()
-        self.busy_s = 0.0  # all places together
+        self.lengths: list[int] = []  # of all answers, as they were begun
+        self.served: list[tuple[float, float]] = []  # begin and end of each time that a place was taken, by the clock
 
     async def _pause(self, body: dict) -> None:
         await super()._pause(body)
@@ -93,8 +101,11 @@ class PacedEngine(FakeEngine):
 
     async def _sample(self, asked: Asked) -> dict[str, Any]:
         length = self.length()
+        self.lengths.append(length)
         async with self._places:
+            began = time.time()
             await self._take(length * self._work.token_s)
+            self.served.append((began, time.time()))
         self.answer = lambda asked: [20 + (place + length) % 20 for place in range(length - 1)] + [self.end]
         return await super()._sample(asked)
 
@@ -108,9 +119,7 @@ class PacedEngine(FakeEngine):
                     await self._paused.wait()
             except TimeoutError:
                 pass
-            worked_s = time.monotonic() - began
-            left_s -= worked_s
-            self.busy_s += worked_s
+            left_s -= time.monotonic() - began
 
 
 class PacedTrainer(FakeTrainer):
@@ -141,8 +150,8 @@ class PacedTrainer(FakeTrainer):
         return self.control.ask(request, what=what, deadline_s=DEADLINE_S)
 
 
-async def run_balanced(folder: Path, work: Workload) -> tuple[Path, float]:
-    """Return the folder of a whole run, and the share of the engine's places that were taken."""
+async def run_balanced(folder: Path, work: Workload) -> tuple[Path, PacedEngine]:
+    """Return the folder of a whole run, and its engine."""
     config = build_config(
         folder,
         SAY.replace("size=40", "size=400"),
@@ -152,7 +161,8 @@ async def run_balanced(folder: Path, work: Workload) -> tuple[Path, float]:
         orchestrator={
             "batch_size": work.batch,
             "rollouts_per_example": 8,
-            "oversampling_factor": work.oversampling,
+            "oversampling_factor": work.oversampling or 1.0,
+            "max_off_policy_steps": 8 if work.oversampling else work.level + 1,  # which has no room for a reserve
             "sampling": {"max_tokens": 900},
             "trainer_timeout_s": DEADLINE_S,
             "engine_timeout_s": DEADLINE_S,
@@ -164,13 +174,12 @@ async def run_balanced(folder: Path, work: Workload) -> tuple[Path, float]:
     engine = PacedEngine(wire, end=END, port=port, work=work)
     async with serving(build_app(engine), engine.port), open_orchestrator(config) as orchestrator:
         with open_spans(config.paths.spans) as spans:
-            trainer = PacedTrainer(config, wire, spans.lane(TRAINER, what="start"), work.step_s)
+            trainer = PacedTrainer(config, wire, spans.lane(TRAINER, what="start"), work.step_s * work.trainer)
             thread = threading.Thread(target=trainer.train, daemon=True)
             thread.start()
-            began = time.monotonic()
             await drive(orchestrator)
             await asyncio.to_thread(thread.join)
-            return config.paths.root, engine.busy_s / work.places / (time.monotonic() - began)
+            return config.paths.root, engine
 
 
 SETTINGS = """
@@ -194,10 +203,11 @@ sampling.max_tokens = {longest}
 
 def main(
     cv: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5),
-    steps: int = 16,
-    step_s: Annotated[float, "seconds that the trainer takes for a step"] = 2.0,
+    steps: int = 48,
+    step_s: Annotated[float, "seconds that the trainer takes for a step"] = 1.0,
     level: Annotated[int, "max_async_level"] = 1,
-    oversampling: float = 1.0,
+    oversampling: Annotated[float, "oversampling_factor; 0 for no reserve"] = 1.5,
+    trainer: Annotated[float, "how much slower than the engine the trainer is"] = 1.0,
     real: Annotated[tuple[int, ...], "places for requests of a real engine, row by row"] = (),
     answers: Annotated[int, "tokens of each answer of the real engine"] = 32,
     runs: Annotated[tuple[Path, ...], "folders of runs to look at instead"] = (),
@@ -213,14 +223,14 @@ def main(
             run = run_countdown(20, Path(name), answer_tokens=answers, steps=steps, settings=settings)
             rows.append(row_of(run.root, f"{places} places"))
     for each in () if runs or real else cv:
-        work = Workload(each, num_steps=steps, step_s=step_s, level=level, oversampling=oversampling)
+        work = Workload(each, num_steps=steps, step_s=step_s, level=level, oversampling=oversampling, trainer=trainer)
         with tempfile.TemporaryDirectory() as name:
-            root, places_busy = asyncio.run(run_balanced(Path(name), work))
-            rows.append(row_of(root, f"cv {each:g}", places_busy))
+            root, engine = asyncio.run(run_balanced(Path(name), work))
+            rows.append(row_of(root, f"cv {each:g}", engine, work))
     print_table(COLUMNS, rows)
 
 
-def row_of(root: Path, name: str, places_busy: float | None = None) -> list[str]:
+def row_of(root: Path, name: str, paced: PacedEngine | None = None, work: Workload | None = None) -> list[str]:
     """Return the shares of a run's time, without its first steps and what comes after the last; print the advice."""
     spans, _ = read_spans(root / "spans.jsonl")
     begin_s, end_s = steady(spans)
@@ -235,8 +245,24 @@ def row_of(root: Path, name: str, places_busy: float | None = None) -> list[str]
     why = next((why for why, _ in reasons(spans, ENGINE, begin_s, end_s) if why), "-")
     of_trainer = [trainer.get(what, 0.0) for what in ("train", "wait", "transfer", OTHER)]
     of_engine = [engine.get("generate", 0.0), few, idle(engine), engine.get("transfer", 0.0), engine[OTHER]]
-    busy = "-" if places_busy is None else f"{places_busy:.1%}"
-    return [name, *(f"{share:.1%}" for share in of_trainer + of_engine), busy, why]
+    cells = [name, *(f"{share:.1%}" for share in of_trainer + of_engine)]
+    if paced is None or work is None:
+        return [*cells, "-", *ages(root), "-", why]
+
+    # Over the whole run: every answer that was begun, and those that were trained on.
+    taken_s = sum(max(0.0, min(end, end_s) - max(begin, begin_s)) for begin, end in paced.served)
+    batches = list(map(Journal(root / "journal").read, range(work.num_steps)))
+    trained = [num_sampled(rollout.samples) for batch in batches for rollout in batch.rollouts]
+    ratio = f"{np.mean(trained):.1f} / {np.mean(paced.lengths):.1f} ({len(trained)} / {len(paced.lengths)})"
+    return [*cells, f"{1 - taken_s / (end_s - begin_s) / work.places:.1%}", *ages(root), ratio, why]
+
+
+def ages(root: Path) -> list[str]:
+    """Return mean and largest lag, without the first steps, and how many rollouts were dropped as stale."""
+    rows = [row for row in read_metrics(root / "metrics.jsonl")[0] if "lag/mean" in row]
+    late = [row for row in rows if row["step"] >= WARM_UP]
+    mean, most = np.mean([row["lag/mean"] for row in late]), max(row["lag/max"] for row in late)
+    return [f"{mean:.2f}", f"{most:.0f}", f"{sum(row.get('rollouts/dropped/stale', 0) for row in rows):.0f}"]
 
 
 def print_cost() -> None:

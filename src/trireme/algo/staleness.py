@@ -31,3 +31,13 @@ def rollouts_allowed(*, version: int, next_batch: int, max_async_level: int, bat
     """
     batches_ahead = version + max_async_level - next_batch + 1
     return max(0, batches_ahead) * batch_size
+
+
+def next_reserve(reserve: float, *, was_late: bool, most: float) -> float:
+    """Return how many rollouts to keep under way beyond those that the batches ahead need, so that engines do not run
+    low on the last, slowest ones of a batch.
+
+    It grows by a quarter of the most with a batch that the trainer had to wait for, and shrinks by 1/32 with each other
+    one: about one batch in nine is late. A run that its trainer holds up keeps few, so its tokens are hardly older.
+    """
+    return min(most, reserve + most / 4) if was_late else max(0.0, reserve - most / 32)

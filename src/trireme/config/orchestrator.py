@@ -374,8 +374,9 @@ class OrchestratorConfig(Section):
     least as many."""
     rollouts_per_example: PositiveInt = 16
     """Rollouts per example (the group); must divide `batch_size` if all sources have groups of one size."""
-    oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Groups under way per batch, as a multiple of the batch; above 1 hides the slowest rollouts."""
+    oversampling_factor: Annotated[float, Field(ge=1)] = 1.5
+    """Rollouts kept under way until a batch is full, as a multiple of it, once the trainer has had to wait. Later
+    batches take what is over; if `max_off_policy_steps` is at most `max_async_level` + 1, none are kept."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
     """A rollout with a token sampled longer ago than this many versions is dropped, and replaced."""
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"

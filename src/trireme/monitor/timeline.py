@@ -196,8 +196,8 @@ def advice(
     if rests < waits / 2 and few > waits / 2:
         return (
             f"the trainer waits {waits:.0%} of the time for batches, and for {few:.0%} the engines have few requests, "
-            "the last ones of each batch: more GPUs would not help - a higher `max_async_level`, an "
-            "`oversampling_factor` above 1, or answers of more even length would"
+            "the last ones of each batch: more GPUs would not help - a higher `oversampling_factor` or "
+            "`max_async_level`, or answers of more even length would"
         )
 
     # Only one side waits: the other one is the bottleneck.

@@ -7,11 +7,10 @@ dropped with the reason. A group whose first token would be too old for the batc
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from trireme.algo.staleness import is_too_old, rollouts_allowed
+from trireme.algo.staleness import is_too_old, next_reserve, rollouts_allowed
 from trireme.base.errors import AllRolloutsFail, TriremeError
 from trireme.base.faults import reach
 from trireme.base.log import get_logger
@@ -94,6 +93,7 @@ class Scheduler:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _dropped: Counter[str] = field(default_factory=Counter)  # groups, while this batch is filled, by reason
+    _reserve: float = 0.0  # rollouts, or tokens, that are kept under way, whatever the batches ahead need
     _any_success: bool = False
     _failed_examples: set[tuple[str, int]] = field(default_factory=set)  # (environment, example)
     _overlong_examples: set[tuple[str, int]] = field(default_factory=set)  # those whose prompts leave no room
@@ -104,6 +104,10 @@ class Scheduler:
         orchestrator = self.config.orchestrator
         self._is_in_tokens = orchestrator.token_batch_size is not None
         self._size = orchestrator.token_batch_size or orchestrator.num_rollouts(self.config.seq_len)
+
+        # Rollouts of a reserve of n batches are trained on up to n + 1 versions later than others.
+        room = orchestrator.max_off_policy_steps - self.config.max_async_level - 1
+        self._most_reserve = self._size * min(orchestrator.oversampling_factor, max(0, room))
 
     async def run(self) -> None:
         """Issue groups until cancelled."""
@@ -173,13 +177,20 @@ class Scheduler:
             batch_size=self._size,
         )
         worth = self._worth()
-        num_begun = (self.num_tokens if self._is_in_tokens else self.num_accepted) + self._num_issued * worth
+        num_taken = self.num_tokens if self._is_in_tokens else self.num_accepted
+        num_begun = num_taken + self._num_issued * worth
         if num_begun < allowed or self.config.synchronous:
             return num_begun < allowed
 
-        # Spare groups keep a few slow ones from holding up a batch, which takes groups as they finish.
-        spare = math.floor(allowed * self.config.orchestrator.oversampling_factor + 1e-6)
-        return num_begun + max(own.rollouts_per_example for own in self._settings.values()) * worth <= spare
+        # No reserve for batches that have finished already, nor more than the run needs.
+        num_under_way = self._num_issued - sum(self._size_of(group.task) for group in self._finished.values())
+        rest = (self.config.max_steps - self.next_batch) * self._size
+        if num_begun - num_under_way * worth >= allowed or num_begun >= rest:
+            return False
+
+        # Rollouts of a later batch are begun beside the last, slowest ones of this one.
+        largest = max(own.rollouts_per_example for own in self._settings.values())
+        return (num_under_way + largest) * worth <= self._reserve
 
     async def _run_group(self, group: Group) -> None:
         size = self._size_of(group.task)
@@ -204,6 +215,7 @@ class Scheduler:
         if self._under_way.pop(group.task.id, None) is not None:
             self._finished[group.task.id] = group
             self._arrived.set()
+            self._changed.set()  # another group may take its place
 
     async def _run_rollout(self, group: Group, place: int) -> Rollout:
         """Return one rollout of the group, after as many attempts as it takes and may take."""
@@ -327,6 +339,11 @@ class Scheduler:
 
     def batch_closed(self) -> None:
         """Begin the next batch: this one is full and in the journal."""
+        # The trainer had to wait for it if the version that trains on it is live already.
+        was_late = self.policy.version >= self.next_batch
+        if not self.config.synchronous:
+            self._reserve = next_reserve(self._reserve, was_late=was_late, most=self._most_reserve)
+
         self.next_batch += 1
         self.tokens_per_rollout = self.mean_tokens
         self.num_accepted = self.num_tokens = 0

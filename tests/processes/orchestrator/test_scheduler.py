@@ -203,17 +203,17 @@ async def wait_forever(*_: Any, **__: Any) -> None:
     await asyncio.Event().wait()
 
 
-def scheduler_of(config: RunConfig) -> Scheduler:
-    """A scheduler whose policy stays at version 0, and whose rollouts never end."""
+def scheduler_of(config: RunConfig, rollout: Any = wait_forever) -> Scheduler:
+    """A scheduler whose policy is at version 0, and whose rollouts never end, or end as `rollout` says."""
     numbers = itertools.count()
-    buffer = SimpleNamespace(take=lambda: OpenGroup(next(numbers), "say", 0))
+    buffer = SimpleNamespace(take=lambda: OpenGroup(next(numbers), "say", 0), reopened=[])
     policy = SimpleNamespace(version=0, reached=wait_forever)
-    runner = SimpleNamespace(first_attempt=lambda *_: 0, run=wait_forever)
+    runner = SimpleNamespace(first_attempt=lambda *_: 0, run=rollout, teachers={})
     return Scheduler(config, {"say": None}, buffer, policy, runner, Waits("orchestrator"), next_batch=0)
 
 
-@pytest.mark.parametrize(("level", "factor", "groups"), [(0, 3.0, 2), (1, 1.5, 6), (2, 1.0, 6), (3, 1.0, 6)])
-def test_generation_runs_ahead_by_at_most_max_async_level_versions(tmp_path, level, factor, groups):
+@pytest.mark.parametrize(("level", "groups"), [(0, 2), (1, 4), (2, 6), (3, 6)])
+def test_generation_runs_ahead_by_at_most_max_async_level_versions(tmp_path, level, groups):
     """A batch has two groups, and the run three batches."""
 
     async def main():
@@ -223,8 +223,53 @@ def test_generation_runs_ahead_by_at_most_max_async_level_versions(tmp_path, lev
         running.cancel()
         return scheduler.num_under_way
 
-    config = build_config(tmp_path, max_async_level=level, orchestrator={"oversampling_factor": factor})
+    config = build_config(tmp_path, max_async_level=level, orchestrator={"oversampling_factor": 3.0})
     assert asyncio.run(main()) == groups
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "max_off_policy_steps", "factor", "under_way", "left"),
+    [
+        (20, 8, 4.0, [4, 4, 4, 6, 8, 7], 6),  # the reserve: 0, 2, 4, 6, 8, 7.75
+        (20, 8, 1.0, [4, 4, 4, 4, 2, 2], 0),  # at most 2
+        (20, 3, 4.0, [4, 4, 4, 4, 2, 2], 0),  # at most 2: with more, tokens could become too old
+        (5, 8, 4.0, [4, 4, 4, 4, 2, 0], 0),  # no more than the run needs
+    ],
+)
+def test_reserve_of_groups_grows_while_the_trainer_waits(
+    tmp_path, max_steps, max_off_policy_steps, factor, under_way, left
+):
+    """Two groups are a batch, at `max_async_level = 1`. The trainer waits for the first four batches."""
+
+    async def main():
+        may_end = asyncio.Semaphore(0)
+        scheduler = scheduler_of(config, lambda *_, **__: ended(may_end))
+        running, counts = asyncio.create_task(scheduler.run()), []
+        for batch in range(6):
+            scheduler.policy.version = min(batch if batch < 4 else batch - 1, max_steps - 1)
+            scheduler._changed.set()
+            await asyncio.sleep(0.02)
+            counts.append(scheduler.num_under_way)
+            for _ in range(2 if counts[-1] else 0):
+                for _ in range(4):
+                    may_end.release()
+                scheduler.accept(await scheduler.next_group())
+            scheduler.batch_closed()
+
+        # What has finished for the batches ahead needs no reserve beside it.
+        for _ in range(1000):
+            may_end.release()
+        await asyncio.sleep(0.02)
+        running.cancel()
+        return counts, len(scheduler.open_groups())
+
+    async def ended(may_end):
+        await may_end.acquire()
+        return SimpleNamespace(samples=[])
+
+    orchestrator = {"oversampling_factor": factor, "max_off_policy_steps": max_off_policy_steps}
+    config = build_config(tmp_path, max_steps=max_steps, max_async_level=1, orchestrator=orchestrator)
+    assert asyncio.run(main()) == (under_way, left)
 
 
 @pytest.mark.parametrize("turns", range(4))

@@ -91,11 +91,8 @@ def limits(case: Case) -> Iterator[Finding]:
     config = case.config
     # the most rollouts that can be in flight at once
     orchestrator = config.orchestrator
-    rollouts = (
-        orchestrator.oversampling_factor
-        * (1 + config.max_async_level)
-        * (orchestrator.batch_size or orchestrator.max_concurrent)
-    )
+    batches = 1 if config.synchronous else max(1 + config.max_async_level, orchestrator.oversampling_factor)
+    rollouts = batches * (orchestrator.batch_size or orchestrator.max_concurrent)
     needed = FILES_OF_A_PROCESS + 2 * min(int(rollouts), orchestrator.max_concurrent)
     files = most_open_files()
     shared = os.statvfs("/dev/shm")
