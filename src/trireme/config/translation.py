@@ -280,7 +280,7 @@ class _Node:
 
     row: Row | None = None
     below: dict[str, _Node] = field(default_factory=dict)
-    anywhere: dict[str, Row] = field(default_factory=dict)  # of the top: rows of names that every table may have
+    anywhere: dict[str, Row] = field(default_factory=dict)  # in the top node: rows of names that every table may have
 
 
 @cache

@@ -104,7 +104,7 @@ def metric(engine: SharedEngine, name: str) -> float:
 
 
 @pytest.mark.parametrize(("route", "again"), [("pause?mode=keep&clear_cache=false", 0), ("pause?mode=keep", 1)])
-def test_a_request_under_way_goes_on_without_computing_again_if_caches_are_kept(engine, route, again):
+def test_a_request_under_way_computes_nothing_again_if_caches_are_kept(engine, route, again):
     before, sampled = metric(engine, "num_preemptions_total"), metric(engine, "generation_tokens_total")
     found: list[httpx.Response] = []
     sampling = GREEDY | {"ignore_eos": True, "max_tokens": 80}
