@@ -317,6 +317,13 @@ def test_a_fault_is_found_and_named_first(written, tmp_path, name):
     assert all((first.expected, first.meaning))
 
 
+def sampled_in_the_future(rollouts: list[Rollout]) -> list[Rollout]:
+    def moved(sample: Tokens) -> Tokens:
+        return msgspec.structs.replace(sample, versions=np.where(sample.versions < 0, -1, 9).astype(np.int32))
+
+    return [msgspec.structs.replace(each, samples=list(map(moved, each.samples))) for each in rollouts]
+
+
 @pytest.mark.parametrize(
     ("kept", "fault", "words"),
     [
@@ -327,6 +334,7 @@ def test_a_fault_is_found_and_named_first(written, tmp_path, name):
         ("never", change(3, "rollouts.4.samples.0", lambda sample: msgspec.structs.replace(
             sample, oldest=np.where(sample.versions < 0, -1, sample.versions - 1).astype(np.int32)
         )), "keep_prefix_cache = .never"),
+        ("running", change(3, "rollouts", sampled_in_the_future), "at most 3: a later version"),
     ],
 )  # fmt: skip
 def test_a_cache_older_than_the_run_allows_is_found(tmp_path, kept, fault, words):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,9 @@ class TokenAudit:
             return []
 
         # A run that was resumed with another choice may hold turns from before: the loosest one since then counts.
-        since = int(tokens.versions[trained].min()) - 1
-        kept = max((mode for step, mode in self._kept.items() if step >= since), key=LOOSER.index)
+        since = min(record.step, int(tokens.versions[trained].min()) - 1)
+        steps = takewhile(lambda step: step >= since, reversed(self._kept))
+        kept = max((self._kept[step] for step in steps), key=LOOSER.index)
         floors = [_oldest_allowed(each, kept) for rollout in record.rollouts for each in rollout.samples]
         allowed = record.step - rules.max_lag
         return [
