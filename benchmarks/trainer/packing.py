@@ -23,7 +23,7 @@ from trireme.messages import build_tokens, decode_reply, encode
 MODEL = {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
 MODEL |= {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064}
 KINDS = ("long tail", "even", "two kinds")
-CASES = ((512, 16384, 8), (256, 8192, 8), (1024, 32768, 8), (128, 4096, 2), (2048, 8192, 64))
+CASES = ((512, 16384, 8), (256, 8192, 8), (1024, 32768, 8), (128, 4096, 2), (2048, 8192, 64), (20480, 8192, 8))
 """Samples, tokens of a row, ranks."""
 
 

@@ -49,20 +49,24 @@ class Table:
         rows: Rows = [[] for _ in range(num_rows)]
         filled = [0] * num_rows
         cheapest = [(0.0, row) for row in range(num_rows)]  # a heap
+        full: list[tuple[int, int, float]] = []  # a heap of rows that a sample did not fit into, most room first
         for index in sorted(range(len(self._lengths)), key=lambda i: (-self._weights[i], i)):
-            full = []
-            while cheapest and filled[cheapest[0][1]] + self._lengths[index] > self._capacity:
-                full.append(heappop(cheapest))
+            length = self._lengths[index]
+            while full and length <= -full[0][0]:
+                _, row, weighed = heappop(full)
+                heappush(cheapest, (weighed, row))
+
+            # Set aside until a shorter sample comes, as looking at them again for each takes the square of the time.
+            while cheapest and filled[cheapest[0][1]] + length > self._capacity:
+                weighed, row = heappop(cheapest)
+                heappush(full, (filled[row] - self._capacity, row, weighed))
             if not cheapest:
                 return None
 
-            # Rows too full for this sample return to the heap afterwards: a shorter one may fit.
             weighed, row = cheapest[0]
             rows[row].append(index)
-            filled[row] += self._lengths[index]
+            filled[row] += length
             heapreplace(cheapest, (weighed + self._weights[index], row))
-            for entry in full:
-                heappush(cheapest, entry)
         return rows
 
     def exchange(self, rows: Rows, ranks: int) -> Rows:
