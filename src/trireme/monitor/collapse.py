@@ -22,6 +22,7 @@ from trireme.base.log import get_logger
 
 CALM = 5
 """Rows of the sign's own metrics without it, after which it would be news again."""
+FAILURES = "/error_rate"  # ending of a metric that each environment has
 LONGEST = 21  # values kept of a metric
 START = 3  # first values, whose mean is the start of a metric
 STEADY = 3
@@ -131,7 +132,7 @@ def nothing_trained(history: History) -> str | None:
 
 
 def rollouts_fail(history: History) -> str | None:
-    rates = {name: rate for name in history.names if name.endswith("/error_rate") for rate in history.last(name)}
+    rates = {name: rate for name in history.names if name.endswith(FAILURES) for rate in history.last(name)}
     name, rate = max(rates.items(), key=lambda item: item[1], default=("", 0.0))
     return f"{name} is {rate:.2f}: so many of the attempts that ended fail" if rate >= 0.5 else None
 
@@ -309,6 +310,7 @@ class Watch:
     def __init__(self, signs: Sequence[Sign] = SIGNS) -> None:
         self.warnings: list[Warned] = []
         self._signs = list(signs)
+        self._watched = {name for sign in signs for name in sign.watched}
         self._histories: dict[str, History] = {}  # process -> its history: two processes may use one name
         self._calm: dict[str, int] = {}  # name of a sign that was seen -> rows since
 
@@ -321,7 +323,7 @@ class Watch:
     def take(self, row: Mapping[str, Any]) -> list[Warned]:
         """Return the warnings that this row triggers first."""
         history = self._histories.setdefault(str(row.get("process")), History())
-        history.add(row)
+        history.add({name: row[name] for name in row if name in self._watched or name.endswith(FAILURES)})
 
         # A sign without any of its metrics in this row is neither seen nor absent: the row is not about it.
         fresh = []

@@ -7,6 +7,7 @@ import threading
 import time
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -51,7 +52,8 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held for one row or one answer: rows are added in a thread, while pages draw
         self.went_back: list[int] = []  # steps that the run resumed from, in the order in which it did
-        self._columns: dict[str, dict[str, _Column]] = {}  # process -> metric -> column
+        # process -> metric -> column
+        self._columns: dict[str, dict[str, _Column]] = defaultdict(lambda: defaultdict(_Column))
         self._newest: dict[str, int] = {}  # process -> its newest step
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -59,7 +61,7 @@ class Metrics:
             process, step = str(row["process"]), row["step"]
             with self._lock:
                 # a step before the newest one means that the run went back: later steps were abandoned
-                columns = self._columns.setdefault(process, {})
+                columns = self._columns[process]
                 if is_of_step(row):
                     if step < self._newest.get(process, -1):
                         for column in columns.values():
@@ -70,7 +72,7 @@ class Metrics:
                 # a process may report a step twice; `put` keeps the last value
                 for name, value in row.items():
                     if name not in ("step", "process") and (value is None or isinstance(value, int | float)):
-                        columns.setdefault(name, _Column()).put(step, math.nan if value is None else float(value))
+                        columns[name].put(step, math.nan if value is None else float(value))
 
     def names(self) -> list[str]:
         with self._lock:

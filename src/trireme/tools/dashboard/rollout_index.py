@@ -163,7 +163,9 @@ class RolloutIndex:
         found = f"FROM {tables} WHERE {' AND '.join(conditions)}"
         ((total,),) = self.ask(f"SELECT count(*) {found}", values)
         direction = "DESC" if backwards else "ASC"
-        order = f"ORDER BY {sort} IS NULL, {sort} {direction}, step {direction}, number"
+        # each rollout has a step, by which the table's own index has them in order: no other one is read
+        first = "" if sort == "step" else f"{sort} IS NULL, {sort} {direction}, "
+        order = f"ORDER BY {first}step {direction}, number"
         # rows are chosen by id first, as texts are long and only one page of them is needed
         page = (
             f"WITH page AS (SELECT id {found} {order} LIMIT {int(limit)} OFFSET {int(offset)}) "

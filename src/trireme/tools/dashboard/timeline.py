@@ -152,16 +152,16 @@ class Timeline(NamedTuple):
 
 def summarize(spans: Spans, begin_s: float, end_s: float, *, most: int = DRAWN_SPANS) -> Timeline:
     # start and end of a run say nothing about its balance, so shares are about the steady part
-    processes = spans.processes()
-    known = [span for process in processes for span in spans.within(begin_s, end_s, process)]
+    of = {process: spans.within(begin_s, end_s, process) for process in spans.processes()}
+    known = [span for own in of.values() for span in own]
     first_s, last_s = spans.steady()
     counted = max(begin_s, first_s), min(end_s, last_s)
     counted = counted if counted[0] < counted[1] else (begin_s, end_s)
 
-    shares = {process: timeline.shares(known, process, *counted) for process in processes}
+    shares = {process: timeline.shares(own, process, *counted) for process, own in of.items()}
     waits = {
-        process: [(why, share) for why, share in timeline.reasons(known, process, *counted) if why]
-        for process in processes
+        process: [(why, share) for why, share in timeline.reasons(own, process, *counted) if why]
+        for process, own in of.items()
     }
     return Timeline(
         begin_s=begin_s,
