@@ -13,6 +13,7 @@ from trireme.base.errors import FINAL_EXIT_CODES
 from trireme.base.faults import reach
 from trireme.config.run import Supervisor
 from trireme.launch.children import Child
+from trireme.monitor.lines import last_bytes
 from trireme.monitor.logs import failure_lines, failure_reason, repeating_failure
 from trireme.monitor.metrics import MetricsFile, read_in_pieces, read_metrics
 from trireme.monitor.run_text import short_time
@@ -93,8 +94,7 @@ class Trained:
 
     def __init__(self, metrics: Path) -> None:
         self._metrics = metrics
-        begin = max(0, metrics.stat().st_size - LAST_BYTES) if metrics.exists() else 0
-        rows, self._offset = read_metrics(metrics, begin)  # the first line may be cut, and is skipped then
+        rows, self._offset = read_metrics(metrics, last_bytes(metrics, LAST_BYTES))
         self.last = max((row["step"] for row in rows[-1:]), default=0)  # until a newer step is trained
         self._newest = -1
 

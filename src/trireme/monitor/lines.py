@@ -110,6 +110,14 @@ def append_lines(path: Path, lines: deque[bytes], *, sync: bool) -> None:
         os.close(descriptor)
 
 
+def last_bytes(path: Path, count: int) -> int:
+    """Return the offset of the last `count` bytes of a file. Readers skip the line that it cuts."""
+    try:
+        return max(0, os.stat(path).st_size - count)
+    except OSError:  # not there yet
+        return 0
+
+
 def read_lines(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[bytes], int]:
     """Read complete lines from byte `offset` on. Return them and the offset to continue from.
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from trireme.monitor.lines import LinesFile, read_lines
+from trireme.monitor.lines import LinesFile, last_bytes, read_lines
 
 What = Literal["start", "generate", "train", "wait", "transfer", "evaluate", "save", "journal", "idle"]
 
@@ -282,13 +282,8 @@ def read_spans(path: Path, offset: int = 0, most_bytes: int = -1) -> tuple[list[
 
 def _last_ends(path: Path) -> dict[str, int]:
     """Return the end of each recently written lane, in microseconds."""
-    try:
-        size = os.stat(path).st_size
-    except OSError:
-        return {}
-
     # The newest spans are at the end; reading all of a long run's file would delay its start.
     ends: dict[str, int] = {}
-    for span in read_spans(path, max(0, size - TAIL_BYTES))[0]:
+    for span in read_spans(path, last_bytes(path, TAIL_BYTES))[0]:
         ends[span.lane] = max(ends.get(span.lane, 0), round(span.end_s * 1e6))
     return ends

@@ -31,7 +31,7 @@ from trireme.journal.journal import Journal
 from trireme.journal.manifest import is_complete
 from trireme.journal.records import BatchRecord, State
 from trireme.journal.versions import Versions
-from trireme.monitor.metrics import MetricsFile, latest_by_step, read_metrics
+from trireme.monitor.metrics import MetricsFile, latest_by_step, read_in_pieces
 from trireme.monitor.spans import open_spans
 from trireme.orchestrator.batch_metrics import metrics_in_parts, state_metrics
 from trireme.orchestrator.batcher import Batcher, Filled
@@ -396,8 +396,9 @@ def is_over(config: RunConfig) -> bool:
 
 def restore_metrics(config: RunConfig, journal: Journal, evaluator: Evaluator, metrics: MetricsFile) -> None:
     """Append the metrics of batches and evaluations that a crash kept from the file."""
-    rows, _ = read_metrics(config.paths.metrics)
-    newest = {step: row for (process, step), row in latest_by_step(rows).items() if process == metrics.process}
+    rows = (row for piece, _ in read_in_pieces(config.paths.metrics) for row in piece)
+    own = latest_by_step(row for row in rows if row["process"] == metrics.process)
+    newest = {step: row for (_, step), row in own.items()}
     evaluated = {step for step, row in newest.items() if any(name.startswith("eval/") for name in row)}
 
     # Batches: the line may be missing, or be from before the run went back to an earlier step.

@@ -19,6 +19,7 @@ from trireme.config.run import RunConfig
 from trireme.journal.journal import Journal
 from trireme.journal.pictures import PictureFiles, pictures_folder
 from trireme.journal.versions import Versions
+from trireme.monitor.lines import last_bytes
 from trireme.monitor.metrics import Row, latest_by_step, read_in_pieces, read_metrics
 from trireme.tools.rollouts import BatchFile, identity_of
 from trireme.tools.tokenizer import Decode, load_decoder
@@ -86,13 +87,11 @@ class RunReader:
 
     def rows(self) -> dict[tuple[str, int], Row]:
         """Return all metrics by process and step. If a step was trained again, its later values count."""
-        return latest_by_step(read_metrics(self.paths.metrics)[0])
+        return latest_by_step(row for rows, _ in read_in_pieces(self.paths.metrics) for row in rows)
 
     def last_rows(self, num_bytes: int) -> list[Row]:
         """Return the rows at the end of a file that may be very long."""
-        identity = identity_of(self.paths.metrics)
-        begin = max(0, identity[1] - num_bytes) if identity else 0
-        return read_metrics(self.paths.metrics, begin)[0]  # the first line is cut, and skipped
+        return read_metrics(self.paths.metrics, last_bytes(self.paths.metrics, num_bytes))[0]
 
     def new_rows(self) -> Iterator[tuple[list[Row], bool]]:
         """Yield the rows since the last call, a few megabytes at a time, each time with whether the file is another one

@@ -22,6 +22,7 @@ from support.runs.whole_run import build_config, run
 from trireme.base.errors import ConfigError
 from trireme.config.files import write_run
 from trireme.config.run import RunConfig
+from trireme.journal.journal import Journal
 from trireme.launch import restarts
 from trireme.launch.restarts import Trained
 from trireme.monitor import lines, metrics, wandb_mirror
@@ -30,6 +31,7 @@ from trireme.monitor.metrics import MetricsFile, latest_by_step, merge_processes
 from trireme.monitor.status import StatusPoller
 from trireme.monitor.view import View
 from trireme.monitor.wandb_mirror import open_wandb_mirror
+from trireme.orchestrator.loop import restore_metrics
 from trireme.orchestrator.watcher import Watcher
 from trireme.tools.cluster.status import look_at
 from trireme.tools.dashboard import history
@@ -126,6 +128,9 @@ READERS: dict[str, Callable[[RunConfig], object]] = {
     "view": lambda config: View(config, StatusPoller("", config.paths.root), Console(quiet=True)).tick((), final=True),
     "status": lambda config: look_at(config.paths.root),
     "restarts": lambda config: Trained(config.paths.metrics).newest(),
+    "resume": lambda config: restore_metrics(
+        config, Journal(config.paths.journal), MagicMock(), MetricsFile(config.paths.metrics, "orchestrator")
+    ),
     "warnings": lambda config: Watcher(MetricsFile(config.paths.metrics, "orchestrator")).look(),
 }
 
