@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from support.engines.answering import answering_http
@@ -24,6 +26,8 @@ from trireme.config.files import write_run
 from trireme.config.resolve import resolve
 from trireme.config.run import RunConfig
 from trireme.launch.folder import LOCKS, hold
+from trireme.monitor.lines import LinesFile
+from trireme.monitor.spans import Span
 from trireme.tools.cluster import status as status_module
 from trireme.tools.cluster.cancel import command as cancel
 from trireme.tools.cluster.cancel import end_launcher
@@ -78,6 +82,19 @@ def test_a_run_without_a_process_is_told_from_disk(run, capsys):
     assert "3 of 8 steps are trained" in out
     assert "reward       0.000 -> 0.200" in out
     assert ("␛[2J" in out, "\x1b" in out) == (True, False)
+
+
+def test_status_of_a_long_run_sums_up_its_newest_hours(run, capsys, monkeypatch):
+    monkeypatch.setattr(status_module, "PIECE_BYTES", 4096)
+    lines = LinesFile(RunPaths(run).spans)
+    for step in range(100):
+        wait_s = 0.75 if step < 20 else 0.25
+        for what, begin_s, seconds in (("wait", step, wait_s), ("train", step + wait_s, 1 - wait_s)):
+            lines.put(msgspec.json.encode(Span("trainer", what, float(begin_s), seconds, step)))
+    lines.flush()
+    size, last = RunPaths(run).spans.stat().st_size, said(capsys, run)
+    assert size > 8192
+    assert re.search(r"time +of the newest 0:[2-4]\d:\ntime +trainer: train 7[5-6]%, wait 2[4-5]%", last)
 
 
 def test_a_submitted_run_that_is_at_work_answers_to_the_key_in_its_folder(run, capsys, monkeypatch):

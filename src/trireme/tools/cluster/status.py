@@ -18,9 +18,10 @@ from trireme.config.files import find_run_file, read_run
 from trireme.config.run import RunConfig
 from trireme.journal.manifest import complete_steps
 from trireme.launch.folder import launcher_of
-from trireme.monitor.metrics import read_in_pieces
+from trireme.monitor.lines import last_bytes
+from trireme.monitor.metrics import PIECE_BYTES, read_in_pieces
 from trireme.monitor.progress import Progress
-from trireme.monitor.run_text import evaluation_text, step_line, warning_text
+from trireme.monitor.run_text import evaluation_text, short_time, step_line, warning_text
 from trireme.monitor.spans import read_spans
 from trireme.monitor.status import Status, ask_status
 from trireme.monitor.timeline import time_lines
@@ -103,8 +104,16 @@ class RunState:
             if self.config.weight_broadcast.type != "ipc":
                 yield f"more         inference --join {self.config.hosts.orchestrator}:{self.config.ports.batches}"
             yield from (f"waits        {wait.text}" for wait in self.status.waits)
-        yield from (f"time         {line}" for line in time_lines(read_spans(self.paths.spans)[0]))
+        yield from self._time_lines()
         yield from (warning_text(warned) for warned in self.progress.lasting_warnings)
+
+    def _time_lines(self) -> Iterator[str]:
+        """Yield how each side spends its time. Of a long run the newest hours count, as reading all takes seconds."""
+        begin = last_bytes(self.paths.spans, PIECE_BYTES)
+        spans, _ = read_spans(self.paths.spans, begin)
+        if begin and spans:
+            yield f"time         of the newest {short_time(spans[-1].end_s - spans[0].begin_s)}:"
+        yield from (f"time         {line}" for line in time_lines(spans))
 
     def _state(self) -> str:
         done = f"{self.progress.num_done} of {self.config.max_steps} steps are trained"
