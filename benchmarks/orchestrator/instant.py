@@ -27,11 +27,14 @@ import uvloop
 from benchmarks.measuring import command
 from support.engines.fake_engine import FakeEngine, FakeTrainer, WeightWire, logprob_of
 from trireme.config.run import RunConfig
+from trireme.monitor.metrics import MetricsFile
+from trireme.monitor.spans import TRAINER, open_spans
 
 ANSWERS = 64
 """Different ones, of each version."""
 
 DEADLINE_S = 600.0
+REPORTED = dict.fromkeys(("loss", "grad_norm", "policy/entropy", "time/step", *(f"perf/{n}" for n in range(16))), 0.5)
 
 
 class InstantEngine(FakeEngine):
@@ -147,14 +150,26 @@ class _Connection(asyncio.Protocol):
 
 
 class CountingTrainer(FakeTrainer):
-    """Keeps no batch."""
+    """Keeps no batch, and writes metrics and spans, as long as those of a real one."""
 
     def __init__(self, config: RunConfig, wire: WeightWire) -> None:
         super().__init__(config, wire)
         self.batches = deque(maxlen=1)  # type: ignore[assignment]
+        self.before_step = self._report
+        self._metrics = MetricsFile(config.paths.metrics, TRAINER)
+
+    def train(self) -> None:
+        with open_spans(self._config.paths.spans) as spans:
+            self._lane = spans.lane(TRAINER, what="start")
+            super().train()
+
+    def _report(self, step: int) -> None:
+        self._lane.enter("train", step=step)
+        self._metrics.append(step, REPORTED)
 
     def ask(self, request: Any, *, what: str) -> Any:
-        return self.control.ask(request, what=what, deadline_s=DEADLINE_S)
+        with self._lane.doing("wait", why=what):
+            return self.control.ask(request, what=what, deadline_s=DEADLINE_S)
 
 
 async def accompany(config: RunConfig, *, end: int, letters: list[int], most_tokens: int) -> None:

@@ -73,10 +73,15 @@ def main(
 
 def measure(checkout: Path, rollouts: int, in_flight: int, synchronous: bool) -> Row:
     """Return the figures of one run in processes of its own, with the sources of `checkout`."""
-    modules = os.pathsep.join(str(checkout / folder) for folder in ("src", "packages/trireme-worker"))
+    with tempfile.TemporaryDirectory(prefix="orchestrator-") as folder:
+        return measure_in(Path(folder), checkout, rollouts, in_flight, synchronous)
+
+
+def measure_in(folder: Path, checkout: Path, rollouts: int, in_flight: int, synchronous: bool) -> Row:
+    """Return the same, and leave the run in `folder`/run."""
+    modules = os.pathsep.join(str(checkout / part) for part in ("src", "packages/trireme-worker"))
     variables = os.environ | {"PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="orchestrator-") as name, open(Path(name) / "log", "wb") as log:
-        folder = Path(name)
+    with open(folder / "log", "wb") as log:
         config = build_config(folder, rollouts, in_flight, synchronous)
         told, inside, out = folder / "company.json", folder / "inside.json", folder / "out.json"
         told.write_text(json.dumps({"config": config} | TASK))
@@ -218,6 +223,7 @@ def summary(found: dict[str, Any]) -> Row:
         "rss_early_mib": early["rss"] / 2**20,
         "rss_late_mib": last["rss"] / 2**20,
         "rss_most_mib": max(row["rss"] for row in rows) / 2**20,
+        "grown_mib": (max(row["rss"] for row in rows) - rows[0]["rss"]) / 2**20,
         "lag_p50_ms": float(np.percentile(late, 50)),
         "lag_p99_ms": float(np.percentile(late, 99)),
         "lag_max_ms": float(late.max()),
