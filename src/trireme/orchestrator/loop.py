@@ -259,7 +259,7 @@ class Orchestrator:
             # Times and failures are of this process, so they go to the metrics file and not into the journal.
             metrics = record.metrics | self._take_failures() | self.updates.take_seconds()
             metrics |= {"time/fill_batch": filled - began, "time/journal": time.perf_counter() - filled}
-            metrics["perf/engine_idle_frac"] = self.lanes.idle_frac()
+            metrics |= {"perf/engine_idle_frac": self.lanes.idle_frac()} | self.pool.window.take_metrics()
 
         self.metrics.append(step, metrics)
         log.info("batch %d  reward %.3f  lag %.2f", step, metrics["reward/mean"], metrics["lag/mean"])

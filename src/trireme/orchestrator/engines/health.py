@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -12,13 +13,14 @@ from trireme.base.errors import PeerDied
 from trireme.base.log import RateLimitedLog, get_logger
 from trireme.orchestrator.engines.engine import HEALTH_TIMEOUT_S, REQUEST_ERRORS, Engine
 from trireme.orchestrator.engines.pool import InferencePool
-from trireme.orchestrator.engines.responses import WeightInfo, read_answer
+from trireme.orchestrator.engines.responses import LOAD_ROUTE, WeightInfo, read_answer, read_load
 
 log = get_logger("engines")
 rate_limited = RateLimitedLog(log)
 
 HEALTH_MISSES = 5  # in a row, before an engine counts as dead
 POLL_S = 0.25  # while an engine is waited for
+LOAD_POLL_S = 5.0  # while one has requests
 
 Admit = Callable[[Engine], Awaitable[bool]]
 """Lets an engine that has come up go live, if it may; returns whether it is."""
@@ -55,6 +57,8 @@ async def _until_up(pool: InferencePool, engine: Engine, admit: Admit, deadline_
                 # A new life: nothing that was sent to the process before counts for this one.
                 engine.suspected.clear()
                 engine.life += 1
+                engine.load = None
+                await poll_load(pool, engine)
                 try:
                     is_live = await admit(engine)
                     log.info("%s is up after %.0f s", engine.url, wait.waited_s)
@@ -72,7 +76,7 @@ async def _until_up(pool: InferencePool, engine: Engine, admit: Admit, deadline_
 
 async def _until_gone(pool: InferencePool, engine: Engine) -> None:
     """Return once it has failed its health checks for a while, or another process has taken its place."""
-    misses = 0
+    misses, polled = 0, time.monotonic()
     while misses < HEALTH_MISSES:
         # A dropped request wakes this at once. Otherwise the engine is checked at each interval.
         with suppress(TimeoutError):
@@ -87,7 +91,17 @@ async def _until_gone(pool: InferencePool, engine: Engine) -> None:
             log.warning("%s restarted; its weights must be sent again", engine.url)
             return
         misses = 0 if health == "good" else misses + 1
+        if health == "good" and engine.in_flight and time.monotonic() > polled + LOAD_POLL_S:
+            await poll_load(pool, engine)
+            polled = time.monotonic()
     log.warning("%s is gone; its requests are sent again, and its successor is waited for", engine.url)
+
+
+async def poll_load(pool: InferencePool, engine: Engine) -> None:
+    """Read an engine's load. One that is too busy to answer has the one before."""
+    with suppress(*REQUEST_ERRORS, ValueError):
+        status, answer = await engine.request(LOAD_ROUTE, timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S))
+        pool.window.observe(engine, read_load(answer.decode()) if status == 200 else None)
 
 
 async def _is_replaced(engine: Engine) -> bool:

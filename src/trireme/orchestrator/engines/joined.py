@@ -216,6 +216,7 @@ class JoinedEngines:
         if not engine.is_leaving:
             log.info("engine %d at %s leaves, with %d requests", request.member, engine.url, engine.in_flight)
         engine.is_leaving = True
+        self._pool.window.engines_changed()
         _member(engine).heard = time.monotonic()
         if not request.at_once and (engine.in_flight or engine.receives is not None):
             await asyncio.sleep(POLL_S)

@@ -53,6 +53,7 @@ from trireme.orchestrator.engines.responses import (
     read_answer,
     read_choice,
 )
+from trireme.orchestrator.engines.window import Window
 
 log = get_logger("engines")
 
@@ -104,6 +105,9 @@ class InferencePool:
     interruptions: int = 0  # times that an engine stopped being live: requests may have been frozen meanwhile
     retry_s: float = 1.0  # before a request that an engine dropped is retried
     health_interval_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        self.window = Window(self.live_engines, self.waits, self.max_model_len)
 
     # requests
 
@@ -199,8 +203,7 @@ class InferencePool:
             if response.num_cached is not None:
                 engine.num_prompt += len(ids)
                 engine.num_cached += response.num_cached
-            if has_choice:
-                self.affinity.learn(place, hashes, ids, turn, response, seconds=seconds, load=load)
+            self.affinity.learn(place, hashes, ids, turn, response, seconds=seconds, load=load)
             return turn
 
         async with self.slots:
@@ -373,12 +376,14 @@ class InferencePool:
         engine.is_confirmed, engine.num_failures = True, 0
         self.is_begun = True
         self.live.set()
+        self.window.engines_changed()
         self.is_given(engine, None)
 
     def quarantine(self, engine: Engine) -> None:
         """Send no new requests until the engine goes live again."""
         self.interruptions += engine.state == "live"
         engine.state, engine.version = "quarantined", None
+        self.window.engines_changed()
         self.watch(engine)
 
     def lose(self, engine: Engine) -> None:
@@ -386,6 +391,7 @@ class InferencePool:
         a while."""
         self.interruptions += 1  # restarts the deadline of these requests
         engine.state, engine.version = "starting", None
+        self.window.engines_changed()
         self.is_given(engine, None)
         limits, engine.limits = engine.limits, set()
         for limit in limits:

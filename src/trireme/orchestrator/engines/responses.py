@@ -7,6 +7,7 @@ costs its rollout (`BadAnswer` is a ValueError, with which a rollout fails) or i
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
@@ -19,6 +20,9 @@ MASS_TOLERANCE = 0.02
 
 MOST_WORKERS = 1 << 16  # most workers of one engine
 
+LOAD = ("kv_cache_usage_perc", "num_requests_waiting", "num_preemptions_total")
+LOAD_ROUTE = "metrics/?" + "&".join(f"name[]=vllm:{name}" for name in ("cache_config_info", *LOAD))
+"""Only the metrics of the load, which take an idle vLLM 1 ms. All of them take 6 ms, and 160 ms the first time."""
 
 Each = TypeVar("Each")
 
@@ -98,6 +102,16 @@ class Response(Prompted, kw_only=True):
         """Tokens of the prompt that were in the prefix cache; None if the engine does not say."""
         details = None if self.usage is None else self.usage.prompt_tokens_details
         return None if details is None else details.cached_tokens
+
+
+class Load(msgspec.Struct):
+    """An engine's load, of all its cores together."""
+
+    kv_tokens: int  # size of its KV cache
+    kv_usage: float  # share of it that requests under way take: what is only kept for later ones counts as free
+    waiting: int  # requests that it has no room for
+    preemptions: int  # since it came up
+    epoch: int = -1  # see `Window`
 
 
 class CalledFunction(msgspec.Struct):
@@ -312,3 +326,13 @@ def prompt_logprobs_of(response: Prompted, ids: list[int]) -> list[float]:
     if missing:
         raise BadAnswer(f"The engine gave no logprob for token {missing[0]} of the prompt.")
     return [entry.logprob for entry in found if entry is not None]
+
+
+def read_load(metrics: str) -> Load | None:
+    """Read the answer to `LOAD_ROUTE`. Returns None if a metric is missing."""
+    sizes = re.findall(r'kv_cache_size_tokens="(\d+)"', metrics)
+    found = [re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", metrics, re.MULTILINE) for name in LOAD]
+    if not sizes or not all(found):
+        return None
+    usage, waiting, preemptions = (list(map(float, each)) for each in found)  # a line for each core
+    return Load(sum(map(int, sizes)), max(usage), int(sum(waiting)), int(sum(preemptions)))

@@ -315,6 +315,7 @@ class Environment:
                             await self._slots.acquire()
                         with ExitStack() as slot:  # closed early when it only waits for its group
                             slot.callback(self._slots.release)
+                            await session.reserve(slot)
                             is_ready = any(worker.is_ready for worker in self._workers)
                             async with nullcontext() if is_ready else session.unless_failed():
                                 await self._wait_for_worker()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +77,19 @@ class SampledSession(Session):
 
         # turns still being sampled for a player that has died, keyed by their prompt's digest
         self._lost: dict[str, asyncio.Task[Turn]] = {}
+        self._place: int | None = None  # its number in the window of the engines
         self._is_over = False
         self._asking = asyncio.Lock()
         self._begin_trajectory()
+
+    async def reserve(self, slot: ExitStack) -> None:
+        """Wait for a place in the window of the engines, unless a teacher samples."""
+        if self.teacher is None:
+            window = self.runner.pool.window
+            self._place = place = window.join()
+            slot.callback(window.leave, place)
+            async with nullcontext() if window.may_go(place) else self.unless_failed():
+                await window.wait_for_turn(place)
 
     def restart(self) -> None:
         """Forget everything: the environment begins the rollout again."""
@@ -268,7 +279,17 @@ class SampledSession(Session):
         shown: dict[str, Any] = {} if prompt.since is None else {"since": prompt.since}
         if prompt.pictures and (pictures := self.runner.pictures):
             shown |= {"pictures": prompt.pictures, "content_parts": await pictures.content_parts(prompt.pictures)}
-        return await self.runner.pool.generate(prompt.ids, arguments, routes_from=routes_from, **shown)
+
+        # The newest rollouts wait here if the window of the engines has shrunk. That is none of their own time.
+        pool, place = self.runner.pool, self._place
+        if place is not None and not pool.window.may_go(place):
+            with self.clock_stopped():
+                await pool.window.wait_for_turn(place)
+        turn = await pool.generate(prompt.ids, arguments, routes_from=routes_from, **shown)
+        if place is not None:
+            known = prompt.turn.end if prompt.turn else 0
+            pool.window.learn(place, len(prompt.ids), known, turn, token_s=pool.affinity.token_s)
+        return turn
 
     def close(self) -> None:
         """Free what it holds, and give up turns that are still sampled for a player that has died."""

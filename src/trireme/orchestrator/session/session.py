@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from trireme.base.errors import TriremeError
@@ -59,11 +59,29 @@ class Session:
     _waiting: asyncio.Timeout | None = None  # its wait for a worker
     _end: Done | wire.Error | BaseException | None = None
     _ended: asyncio.Future[None] | None = None  # None: no worker has begun it yet
+    _limit: asyncio.TimerHandle = field(init=False)  # ends it at its timeout
 
     async def answer(self, request: Ask) -> Reply:
         """Answer a request for a model turn. What it raises ends the rollout."""
         assert self.ask is not None, f"nothing answers rollout {self.task.task}"
         return await self.ask(request)
+
+    async def reserve(self, slot: ExitStack) -> None:
+        """Wait until whatever answers it has room for it; `slot` gives that back when it closes."""
+
+    @contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """Extend the timeout by a wait for other rollouts."""
+        if self._ended is None:  # no worker has begun it, so that it has none
+            yield
+            return
+        limit, left_s = self._limit, self._limit.when() - asyncio.get_running_loop().time()
+        limit.cancel()
+        try:
+            yield
+        finally:
+            if self._end is None and self._limit is limit:
+                self._limit = asyncio.get_running_loop().call_later(left_s, self._time_out)
 
     def restart(self) -> None:
         """Begin again: what it has asked so far is void."""
