@@ -66,7 +66,7 @@ def main(
     tool_s: Annotated[float, "mean pause of the environment"] = 0.1,
     update_s: Annotated[tuple[float, ...], "seconds between two versions; 0: none"] = (0.0, 5.0, 2.0),
     real: Annotated[bool, "vLLM with models/reverse-text-tiny"] = False,
-    block: Annotated[int, "tokens of a block of a cache; if 0, 32, and vLLM's own with --real: 128 on CPUs"] = 0,
+    block: Annotated[int, "tokens of a block of a cache; vLLM on a CPU takes multiples of 32"] = 32,
     keep: Annotated[str, "`inference.keep_prefix_cache`", ("never", "running", "always")] = "never",
     against: Annotated[Path | None, "another checkout, measured by turns with this one"] = None,
     inside: Annotated[Path | None, "used by this program itself"] = None,
@@ -133,7 +133,7 @@ async def open_engines(work: Work, stack: AsyncExitStack, processes: ExitStack, 
     from support.runs.real_run import open_engine
 
     if not work.real:
-        knobs: dict[str, Any] = {"block": work.block or 32, "token_s": 0.01, "prefill_s": 1e-4}
+        knobs: dict[str, Any] = {"block": work.block, "token_s": 0.01, "prefill_s": 1e-4}
         knobs["answer"] = lambda asked: asked.rng.choices(VOCABULARY, k=work.sampled)
         opened = [await stack.enter_async_context(open_fake_engine(WeightWire(), **knobs)) for _ in range(work.engines)]
         return [(each.url, partial(counted, each)) for each in opened]
@@ -141,8 +141,7 @@ async def open_engines(work: Work, stack: AsyncExitStack, processes: ExitStack, 
     longest = work.prompt + work.turns * (work.sampled + work.given)
     config = folder / "engine.toml"
     config.write_text(f'device = "cpu"\nseq_len = {longest + 64}\nmodel.name = "{ROOT}/models/reverse-text-tiny"\n')
-    flags = ["--inference.cpu.threads", "1"]
-    flags += ["--inference.args.block-size", str(work.block)] if work.block else []
+    flags = ["--inference.cpu.threads", "1", "--inference.args.block-size", str(work.block)]
     urls = []
     for number in range(work.engines):
         engine = processes.enter_context(open_engine(folder / str(number), *flags, config=config, forked=False))
@@ -166,12 +165,17 @@ async def counted_by_vllm(url: str) -> float:
 
 
 async def publish(pool: Any, version: int, keeping: dict[str, bool]) -> None:
-    """Do to the engines what an update does, without tensors."""
-    for engine in pool.engines:
-        pool.quarantine(engine)
+    """Do to the engines what an update does, to all at once and without tensors."""
+
+    async def take(engine: Any) -> None:
         await engine.post("pause?mode=keep" + "&clear_cache=false" * len(keeping))
         await engine.post("update_weight_version", {"new_version": str(version)})
         await engine.post("resume")
+
+    for engine in pool.engines:
+        pool.quarantine(engine)
+    await asyncio.gather(*map(take, pool.engines))
+    for engine in pool.engines:
         pool.go_live(engine, version, **keeping)
 
 

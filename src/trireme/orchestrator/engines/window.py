@@ -167,7 +167,7 @@ class Window:
         used = max((load.kv_usage for load in self._loads()), default=0.0)
         self._wait.note = (
             f"{len(self.waiting)} rollouts wait for a place: window {int(self.size)} of {len(self.conversations)}, "
-            f"KV cache {used:.0%} full, {self.num_preemptions} preemptions since the last batch"
+            f"growing as they end, KV cache {used:.0%} full, {self.num_preemptions} preemptions since the last batch"
         )
         if not self.waiting:
             self._line.close()
