@@ -60,7 +60,6 @@ class Tally:
     existing: int = 0  # tokens
     ended: int = 0  # conversations
     used: list[float] = field(default_factory=list)  # share of the KV caches
-    token_s: float = PREFILL_S  # in which a prompt's token is computed
 
 
 def main(
@@ -115,7 +114,7 @@ async def converse(ask: Ask, work: Work, number: int, seed: int, tally: Tally, w
             await window.wait_for_turn(place)
         turn = await ask(number, prompt, sampled)
         if window and place:
-            window.learn(place, prompt, known, turn, token_s=tally.token_s)
+            window.learn(place, prompt, known, turn)
         tally.existing += prompt - known + sampled
         known = prompt + sampled
         await asyncio.sleep(rng.expovariate(1) * work.pause_s * (5 if rng.random() < 0.1 else 0.55))
@@ -154,7 +153,7 @@ def simulate(
 
     async def run() -> None:
         known = [each.known_as for each in engines]
-        window = Window(lambda: known, Waits("benchmark"), max(each.longest for each in works))
+        window = Window(lambda: known, Waits("benchmark"), max(each.longest for each in works), lambda: PREFILL_S)
 
         async def poll() -> None:
             while True:
@@ -312,7 +311,6 @@ async def measure(number: int | None, seconds: float) -> list[str]:
                     ids += rng.choices(range(20, 120), k=prompt - len(ids))
                     turn = await pool.generate(ids, {"max_tokens": sampled, "ignore_eos": True})
                     ids += turn.ids
-                    tally.token_s = pool.affinity.token_s
                     return turn
 
                 await poll_load(pool, engine)

@@ -1,4 +1,5 @@
-"""How full rows are, how long ranks wait for each other, and what a rank's batch costs to hand out.
+"""How full rows are, how long ranks wait for each other, what a rank's batch costs to hand out, and what rows
+compute twice.
 
     uv run python -m benchmarks.trainer.packing
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from benchmarks.measuring import command, print_table
 from trireme.algo.model.flops import Cost, cost_of
-from trireme.algo.packing import deal, pack
+from trireme.algo.packing import deal, num_distinct, pack, share_prefixes
 from trireme.journal.rank_shares import DealtBatch
 from trireme.journal.records import BatchRecord, Rollout, State
 from trireme.messages import build_tokens, decode_reply, encode
@@ -34,6 +35,8 @@ def main() -> None:
     print()
     answers = (answer(num_rollouts, ranks) for num_rollouts in (128, 512) for ranks in (1, 8))
     print_table(("tokens of the batch", "ranks", "MB to one rank", "ms"), answers)
+    print()
+    print_table(("conversations that a row holds", "tokens computed per token"), map(computed, (1, 2, 4, 8)))
 
 
 def balance(kind: str, attention: str, count: int, capacity: int, ranks: int) -> list[str]:
@@ -93,6 +96,18 @@ def answer(num_rollouts: int, ranks: int) -> list[str]:
     decode_reply(reply)
     ms = (time.perf_counter() - began) * 1e3
     return [f"{sum(lengths):,}", str(ranks), f"{len(reply) / 1e6:.1f}", f"{ms:.0f}"]
+
+
+def computed(held: int) -> list[str]:
+    """Conversations of 20 turns of 80 tokens, in groups of four with the same first 300 (`orchestrator.prefixes`)."""
+    rng, samples = np.random.default_rng(0), list[np.ndarray]()
+    for prompt in rng.integers(0, 9999, (4, 300)):
+        samples += [np.concatenate([prompt, rng.integers(0, 9999, 1560)]) for _ in range(4)]
+
+    lengths = [len(sample) for sample in samples]
+    (rows,) = deal(lengths, capacity=held * lengths[0], ranks=1)
+    shared = (share_prefixes(np.concatenate([samples[i] for i in row]), [lengths[i] for i in row]) for row in rows)
+    return [str(held), f"{sum(len(row.kept) for row in shared) / num_distinct(samples):.2f}"]
 
 
 def _rollout(place: int, length: int, rng: np.random.Generator) -> Rollout:

@@ -99,7 +99,7 @@ def post(engine: SharedEngine, route: str, **body: Any) -> None:
 
 
 def metric(engine: SharedEngine, name: str) -> float:
-    text = httpx.get(f"http://127.0.0.1:{engine.port}/metrics", trust_env=False).text
+    text = httpx.get(f"http://127.0.0.1:{engine.port}/metrics/?name[]=vllm:{name}", trust_env=False).text
     return float(re.search(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)[1])
 
 

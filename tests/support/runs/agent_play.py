@@ -16,6 +16,7 @@ from trireme.config.run import RunConfig
 from trireme.config.sampling import Sampling
 from trireme.journal.model_turn import Turn
 from trireme.journal.records import Rollout
+from trireme.orchestrator.engines.window import Window
 from trireme.orchestrator.rollout.chat import ChatTokenizer
 from trireme.orchestrator.rollout.runner import RolloutRunner, RolloutSpec
 from trireme.tools.environments.sessions import SessionWatch
@@ -49,6 +50,7 @@ class ScriptedPolicy:
     given: list[tuple[list[int], Turn]] = field(default_factory=list)
     fails_after: int | None = None  # turns; then the run ends
     vocab_size: int = 0
+    window: Window = field(default_factory=lambda: Window(list, Waits("test"), 100, float))
 
     async def generate(self, ids: list[int], sampling: dict[str, Any], *, routes_from: int | None = None) -> Turn:
         if len(self.given) == self.fails_after:

@@ -24,7 +24,7 @@ def load_of(*, fits: int = 10, kv_usage: float = 0.5, waiting: int = 0, preempti
 def window_of(*fits: int, joined: int = 0) -> tuple[Window, list[Engine]]:
     """Open a window on engines whose caches hold so many conversations of 100 tokens each."""
     engines = [Engine(f"http://{n}", None, state="live") for n in range(len(fits))]
-    window = Window(lambda: [each for each in engines if each.state == "live"], Waits("test"), 100)
+    window = Window(lambda: [each for each in engines if each.state == "live"], Waits("test"), 100, lambda: 1e-9)
     for engine, number in zip(engines, fits, strict=True):
         window.observe(engine, load_of(fits=number) if number else None)
     assert [window.join() for _ in range(joined)] == list(range(1, joined + 1))
@@ -90,10 +90,11 @@ async def test_window_shrinks_once_until_the_last_change_shows(seen, is_updated,
 @pytest.mark.parametrize(("token_s", "size"), [(1e-9, 10), (1.0, 0.8)])
 async def test_evicted_tokens_count_by_the_time_that_they_take(token_s, size):
     window, _ = window_of(10, joined=1)
+    window.token_s = lambda: token_s
     window._round = 0, 0.0, asyncio.get_running_loop().time() - 10
     for num_known in (0, *[900] * 8):  # nothing of which was in the cache
         turn = Turn([0] * 10, [], [0], "stop", num_computed=1010)
-        window.learn(1, 1000, num_known, turn, token_s=token_s)
+        window.learn(1, 1000, num_known, turn)
     assert window.width == pytest.approx(size)
 
 

@@ -107,7 +107,7 @@ class InferencePool:
     health_interval_s: float = 2.0
 
     def __post_init__(self) -> None:
-        self.window = Window(self.live_engines, self.waits, self.max_model_len)
+        self.window = Window(self.live_engines, self.waits, self.max_model_len, lambda: self.affinity.token_s)
 
     # requests
 

@@ -44,6 +44,7 @@ class Window:
     live_engines: Callable[[], list[Engine]]
     waits: Waits
     max_model_len: int
+    token_s: Callable[[], float]  # returns the seconds in which an engine computes a token of a prompt
     width: float = math.inf  # conversations per engine core
     conversations: dict[int, int] = field(default_factory=dict)  # epochs of their last turns, the oldest number first
     waiting: dict[int, asyncio.Event] = field(default_factory=dict)  # those that wait for a turn, or to begin
@@ -86,17 +87,16 @@ class Window:
                 self._wait = self._line.enter_context(self.waits.waiting("a place", peer="inference", deadline_s=0.0))
             await self.waiting.setdefault(number, asyncio.Event()).wait()
 
-    def learn(self, number: int, num_prompt: int, num_known: int, turn: Turn, *, token_s: float) -> None:
+    def learn(self, number: int, num_prompt: int, num_known: int, turn: Turn) -> None:
         """Take the answer to a turn into account.
 
         Args:
             num_known: tokens of the prompt that the conversation had up to its last turn.
-            token_s: seconds in which an engine computes a token of a prompt.
         """
         num_turns, again_s, began = self._round
         num_evicted = 0 if turn.num_computed is None else num_known + turn.num_computed - num_prompt - len(turn.ids)
         if num_evicted > PARTIAL and self.conversations.get(number) == self._epoch:
-            again_s += num_evicted * token_s
+            again_s += num_evicted * self.token_s()
         if number in self.conversations:
             self.conversations[number] = self._epoch
         self._num_unsettled -= 1

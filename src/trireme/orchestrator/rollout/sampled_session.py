@@ -288,7 +288,7 @@ class SampledSession(Session):
         turn = await pool.generate(prompt.ids, arguments, routes_from=routes_from, **shown)
         if place is not None:
             known = prompt.turn.end if prompt.turn else 0
-            pool.window.learn(place, len(prompt.ids), known, turn, token_s=pool.affinity.token_s)
+            pool.window.learn(place, len(prompt.ids), known, turn)
         return turn
 
     def close(self) -> None:

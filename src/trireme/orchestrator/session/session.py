@@ -59,7 +59,7 @@ class Session:
     _waiting: asyncio.Timeout | None = None  # its wait for a worker
     _end: Done | wire.Error | BaseException | None = None
     _ended: asyncio.Future[None] | None = None  # None: no worker has begun it yet
-    _limit: asyncio.TimerHandle = field(init=False)  # ends it at its timeout
+    _limit: asyncio.TimerHandle = field(init=False, repr=False)  # ends it at its timeout
 
     async def answer(self, request: Ask) -> Reply:
         """Answer a request for a model turn. What it raises ends the rollout."""
