@@ -383,7 +383,7 @@ class OrchestratorConfig(Section):
     """Turns of a rollout as one sample, or one sample each. With the first, chat templates that always rewrite earlier
     turns are refused."""
     max_concurrent: PositiveInt = 1024
-    """Requests under way at once in all engines."""
+    """Most requests under way at once in all engines. Fewer are if their KV caches do not hold as many rollouts."""
     max_rollout_attempts: PositiveInt = 3
     """A rollout that fails is tried this often; then its group is dropped, with the reason."""
     sampling: Sampling = Sampling()
