@@ -105,7 +105,7 @@ class Engine:
     most_in_flight: int = 0  # since the batch before
     num_prompt: int = 0  # tokens of all prompts whose answers say how many of them were in the prefix cache
     num_cached: int = 0  # tokens of them that were
-    load: Load | None = None  # as it was polled last; None if it does not tell
+    load: Load | None = None  # the newest; None if it does not report one
     receives: int | None = None  # version that it is being given
     is_paused: bool = False  # for that version: its requests are frozen
     life: int = 0  # counts up each time that it comes up
