@@ -90,6 +90,7 @@ class Scheduler:
     _finished: dict[int, Group] = field(default_factory=dict)
     _issued: dict[int, OpenGroup] = field(default_factory=dict)  # in order, not yet handed out
     _num_issued: int = 0  # their rollouts
+    _num_finished: int = 0  # those of finished groups among them
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _dropped: Counter[str] = field(default_factory=Counter)  # groups, while this batch is filled, by reason
@@ -183,7 +184,7 @@ class Scheduler:
             return num_begun < allowed
 
         # No reserve for batches that have finished already, nor more than the run needs.
-        num_under_way = self._num_issued - sum(self._size_of(group.task) for group in self._finished.values())
+        num_under_way = self._num_issued - self._num_finished
         rest = (self.config.max_steps - self.next_batch) * self._size
         if num_begun - num_under_way * worth >= allowed or num_begun >= rest:
             return False
@@ -213,9 +214,15 @@ class Scheduler:
 
         # Unless `_cancel_stale` has taken the group out meanwhile.
         if self._under_way.pop(group.task.id, None) is not None:
-            self._finished[group.task.id] = group
-            self._arrived.set()
-            self._changed.set()  # another group may take its place
+            self._finish(group)
+
+    def _finish(self, group: Group) -> None:
+        """Have a group that is under way no more handed out. Another one may take its place in the reserve."""
+        self._finished[group.task.id] = group
+        self._num_finished += self._size_of(group.task)
+        self._arrived.set()
+        if self._reserve:
+            self._changed.set()
 
     async def _run_rollout(self, group: Group, place: int) -> Rollout:
         """Return one rollout of the group, after as many attempts as it takes and may take."""
@@ -300,8 +307,9 @@ class Scheduler:
                 # A synchronous run is reproducible: it takes groups in the order of issue, however they finish.
                 first = next(iter(self._issued if self.config.synchronous else self._finished), None)
                 if first in self._finished:
-                    self._num_issued -= self._size_of(self._issued.pop(first))
-                    group = self._finished.pop(first)
+                    group, size = self._finished.pop(first), self._size_of(self._issued.pop(first))
+                    self._num_issued -= size
+                    self._num_finished -= size
                     # The place of a dropped group is free for another one, and so may be that of a short one.
                     if group.reason is not None or self._is_in_tokens:
                         self._changed.set()
@@ -361,8 +369,7 @@ class Scheduler:
                 group.runner.cancel()
                 self._under_way.pop(group.task.id, None)
                 group.drop(f"stale: begun under version {group.issued_at}", self._size_of(group.task))
-                self._finished[group.task.id] = group
-                self._arrived.set()
+                self._finish(group)
 
     def open_groups(self) -> list[OpenGroup]:
         """Return groups that were issued and are in no batch yet, in order."""
