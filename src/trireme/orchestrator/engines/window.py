@@ -72,7 +72,10 @@ class Window:
 
     def leave(self, number: int) -> None:
         del self.conversations[number]
-        if self.waiting and self._is_calm and not any(each.waiting or each.kv_usage > FULL for each in self._loads()):
+        is_pressed = any(each.waiting or each.kv_usage > FULL for each in self._loads())
+
+        # One that is cancelled while it waits leaves no more room than before.
+        if self.waiting and number not in self.waiting and self._is_calm and not is_pressed:
             self.width += self._grow / self._num_cores()
         self._admit()
 
